@@ -130,7 +130,9 @@ class RowMemory:
         for group in self._windows:
             self._extend(seq, group, prefix.num_tokens + count)
         for page, table in zip(prefix.source, seq.memory.pages, strict=False):
-            self.pool.copy(page, table[prefix.num_blocks])
+            own = table[prefix.num_blocks]
+            assert own is not None
+            self.pool.copy(page, own)
         for page in source:
             self.pool.give_back(page)
         self.cache.begin(seq, prefix)
@@ -243,6 +245,7 @@ class RowMemory:
             first = next((index for index in range(end, 0, -1) if table[index - 1] is None), 0)
             for index in range(first, end):
                 page, table[index] = table[index], None
+                assert page is not None
                 seq.memory.num_held_blocks -= len(page.blocks)
                 self.pool.give_back(page)
 

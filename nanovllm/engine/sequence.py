@@ -29,7 +29,7 @@ class SequenceStatus(Enum):
 class RowPages:
     """Memory of a row; RowMemory alone writes it."""
 
-    pages: list[list[Page | Any]] = field(default_factory=list)
+    pages: list[list[Page | None]] = field(default_factory=list)
     """Pages by group of layers and block of tokens; None: the group needs that block no more."""
     num_held_blocks: int = 0
     """Number of blocks of all these pages."""

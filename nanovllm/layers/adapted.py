@@ -90,6 +90,7 @@ class AdaptedMatrix(nn.Module):
         if (slots := call.adapters) is not None:
             a, b = self.a, self.b
             if self.stack:
+                assert call.routing is not None
                 tokens, slots = self.kernels.choices(call.routing.routing, slots, self.stack[0])
                 with ordinary_launch():  # kernels that start early read slots which no kernel has just written
                     delta: Any = self.kernels.adapter_delta(

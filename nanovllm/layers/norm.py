@@ -97,6 +97,7 @@ class ReduceAddNorm(WeightedModule):
         self, partial: torch.Tensor, residual: torch.Tensor | None, half: int
     ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """See parallel/two_batch.py."""
+        assert self.group.overlap is not None
         partial = self.whole(partial, residual)
         if (sums := self.group.overlap.sums) is not None:
             assert self.is_add_rms_norm

@@ -79,8 +79,8 @@ class Call(NamedTuple):
     residual: torch.Tensor | None = None
     """The residual stream [rows, hidden], complete, where the layer's plan keeps it so: the operation before it adds to
     it in place."""
-    routing: Routed | Any = None
-    """Experts of each row; for operations on experts, None for others."""
+    routing: Routed | None = None
+    """Experts of each row; for operations on experts."""
     delta: Any = None
     """Sums that adapters add to the product (kernels/gemm/dense.py); AdaptedMatrix alone sets it."""
     bias: torch.Tensor | None = None

@@ -53,7 +53,7 @@ class Packing(NamedTuple):
     """Rows [..., *tail], or a range of whole `each` of them -> ours."""
     fault: Callable[[torch.Tensor], str] = lambda part: ""
     """Fault of these values; "": none."""
-    rounding: "Rounding | Any" = None
+    rounding: "Rounding | None" = None
     """None: it is not made of wide matrices."""
 
 
@@ -183,8 +183,8 @@ class CheckpointWeight:
     """Names of the tensors that a quantised checkpoint brings with this one. Where this comes wide, they do not."""
     is_scale: bool = False
     """Positive numbers; a dimension of 1 at the end of their shape may be missing."""
-    packing: Packing | Any = None
-    """Form of a tensor that files hold in another way; `shape` is ours. None: files hold it so."""
+    packing: Packing | None = None
+    """Form of a tensor that files hold in another way; `shape` is ours."""
     may_be_turned: bool = False
     """Checkpoints have it with its last two dimensions exchanged, too."""
 

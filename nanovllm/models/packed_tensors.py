@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from nanovllm.kernels.gemm.e2m1 import NV_FACTOR, NV_GROUP, SPAN, scales_of, widened, words_of
-from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, Packing, Rounding, TensorSource, all_of, turned
+from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of, turned
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.checkpoint import HEAD
 from nanovllm.models.int4_tensors import AT_ONCE, Int4Reader
@@ -67,7 +67,7 @@ class PackingReader:
         self._held = {name: weight for name, weight in self._needed.items() if weight.packing is not None}
         self._of_wide: dict[str, list[CheckpointWeight]] = {}
         for name, weight in self._held.items():
-            if weight.packing.rounding is not None:
+            if weight.packing is not None and weight.packing.rounding is not None:
                 end, of_wide = weight.packing.rounding.ends
                 self._of_wide.setdefault(name.removesuffix(end) + of_wide, []).append(weight)
 
@@ -106,7 +106,8 @@ class PackingReader:
             yield name, tensor
 
     def _packed(self, weight: CheckpointWeight, tensor: TensorSource) -> DerivedTensor:
-        packing: Packing = weight.packing
+        packing = weight.packing
+        assert packing is not None
         if tensor.dtype != packing.dtype:
             raise ValueError(f"weight {weight.name!r} has type {tensor.dtype}: must be {packing.dtype}, packed")
         wanted = (*weight.shape[: packing.dim], *packing.tail)
@@ -126,8 +127,10 @@ class PackingReader:
         return self._derived(weight, tensor, packing.each, make)
 
     def _rounded(self, name: str, weight: CheckpointWeight, tensor: TensorSource, wide: bool) -> DerivedTensor:
-        packing: Packing = weight.packing
-        rounding: Rounding = packing.rounding
+        packing = weight.packing
+        assert packing is not None
+        rounding = packing.rounding
+        assert rounding is not None
         if not (wide or self._while_loading) or not tensor.dtype.is_floating_point:
             raise ValueError(f"weight {name!r} has type {tensor.dtype}: must be {weight.name!r}, packed")
         source = tensor if packing.dim == 1 else turned(tensor)
@@ -140,6 +143,7 @@ class PackingReader:
         self, weight: CheckpointWeight, source: TensorSource, each: int, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> DerivedTensor:
         """Tensor that `make` makes on the device of `source`; `each` columns of this are one of the weight's."""
+        assert weight.packing is not None
         columns = weight.packing.dim
 
         def narrow(dim: int, start: int, length: int) -> torch.Tensor:

@@ -48,8 +48,7 @@ class TensorParallelGroup:
         """ProcessGroupNCCL or HostMemory; None with one rank."""
         self._peer: PeerAllReduce | None = None
         self._overlaps = overlap and size > 1
-        self.overlap: Overlap | Any = Overlap(None) if self._overlaps and device.type == "cpu" else None
-        """Way of the halves of large steps; None: none is cut."""
+        self.overlap = Overlap(None) if self._overlaps and device.type == "cpu" else None
         if size > 1:
             assert store is not None
             if self._library == "nccl":

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ class DeviceIO:
         anybody collects the tokens of this rank, which are the same on all."""
         self.device, self._pdl, self._keeps_tokens = device, pdl, keeps_tokens
         self.is_cuda = device.type == "cuda"
-        self.stream: torch.cuda.Stream | Any = torch.cuda.Stream(device) if self.is_cuda else None
+        self.stream = torch.cuda.Stream(device) if self.is_cuda else None
         self._launched: deque[_Result] = deque(maxlen=RING)
 
     def stream_context(self) -> AbstractContextManager[object]:

@@ -293,6 +293,7 @@ class ModelRunner:
                 return float("inf")
 
     def _new_graphs(self) -> StepGraphs:
+        assert self.io.stream is not None
         self.io.step_buffer.zero_()  # a step without rows: everything is padding
         max_tokens = largest_chunk(self.config.max_num_batched_tokens, self.backend, self.model.num_weights)
         work = self.work

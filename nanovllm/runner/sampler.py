@@ -126,6 +126,7 @@ class OptionSampler:
         if self._group.rank != 0:
             return None
         words = self._download("pooled", hidden.float().view(torch.int32))
+        assert words is not None
         return StepScores([], [], None, words.view(np.float32))
 
     def _sample(
@@ -277,7 +278,7 @@ class OptionSampler:
         host["scored_rows"][:] = rows[host["scored"]]
         return section.on(staging.to(self._device, non_blocking=True))
 
-    def _download(self, name: str, result: torch.Tensor | None) -> np.ndarray | Any:
+    def _download(self, name: str, result: torch.Tensor | None) -> np.ndarray | None:
         """Starts a copy to the host, which is complete when the step's tokens are."""
         if result is None or not result.is_cuda:
             return None if result is None else result.numpy()

@@ -2,7 +2,6 @@
 (CUDA driver API, Virtual Memory Management)."""
 
 import ctypes
-from typing import Any
 
 import torch
 
@@ -53,7 +52,7 @@ class VirtualMemory:
         self.mapped = 0
         """Bytes that have memory behind them, from the first on."""
         self._pieces: list[tuple[int, int, ctypes.c_ulonglong]] = []
-        self._host: PinnedMemory | Any = None
+        self._host: PinnedMemory | None = None
         self._is_kept = False
         self.map(first)
         self.bytes = torch.as_tensor(DeviceBytes(self.address, self.nbytes), device=driver.device)
@@ -92,6 +91,7 @@ class VirtualMemory:
         """Gives the memory back; `keep`: its content waits in host memory, which was taken before."""
         torch.cuda.synchronize(self._driver.device)
         if keep:
+            assert self._host is not None
             self._host.bytes.copy_(self.bytes)
         self._is_kept = keep
         torch.cuda.synchronize(self._driver.device)

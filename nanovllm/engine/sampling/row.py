@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -60,8 +60,7 @@ class SamplingRow:
         self.kept_ids = KeptIds(vocab_size) if params.sampling_mask else None
         self.prompt_logprob_start = max(1, params.prompt_logprob_start)
         """First position of the prompt whose log-probability is wanted; the first token has none."""
-        self.prompt_logprob_rows: LogprobRows | Any = None
-        """None unless expect_prompt_logprobs was called."""
+        self.prompt_logprob_rows: LogprobRows | None = None
         self.num_prompt_logprobs_missing = 0
         self._vocab_size, self._token_text = vocab_size, token_text
         # A checkpoint may name an end of text that its logits do not have: there nothing is kept from being sampled.
@@ -113,6 +112,7 @@ class SamplingRow:
     def take_prompt_logprobs(self, first_position: int, table: np.ndarray, lines: Sequence[int]) -> None:
         """Takes in the lines of prompt tokens from `first_position` on. Tokens that are computed again change
         nothing."""
+        assert self.prompt_logprob_rows is not None
         for position, line in enumerate(lines, first_position):
             self.num_prompt_logprobs_missing -= self.prompt_logprob_rows.put(position, table, line)
 
