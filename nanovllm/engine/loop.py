@@ -4,7 +4,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
 from nanovllm.engine.work import Work
 from nanovllm.executor.protocol import Executor
-from nanovllm.model_config import ModelConfig, Pooling
+from nanovllm.model_config import ModelConfig
 from nanovllm.wire.sampling import append_section
 
 
@@ -28,7 +28,7 @@ class Launched(NamedTuple):
     """Step that was launched and not collected. `sampling`: what its rows need beyond greedy and temperature."""
 
     plan: StepPlan
-    sampling: StepSampling | Any
+    sampling: StepSampling | None
 
 
 class EngineLoop(Work):
@@ -38,7 +38,7 @@ class EngineLoop(Work):
     def __init__(self, executor: Executor, model_config: ModelConfig, trace: Trace | None, state: EngineState) -> None:
         super().__init__()
         self.executor, self.config, self._trace, self._state = executor, executor.config, trace, state
-        self._pooling: Pooling | Any = model_config.pooling
+        self._pooling = model_config.pooling
         self.scheduler = Scheduler(
             self.config, executor.state_size, model_config.moe is None, executor.tokens_per_step,
             PlaceCost.of(model_config, self.config),
@@ -145,6 +145,7 @@ class EngineLoop(Work):
             scores = None
         gained = self.scheduler.apply(plan, tokens, num_drafted)
         if scores is not None:
+            assert sampling is not None
             take_scores(sampling, gained, scores)
         now = time.perf_counter()
         if self._trace is not None:
@@ -172,6 +173,7 @@ class EngineLoop(Work):
 
     def _take_pooled(self, plan: StepPlan, rows: np.ndarray) -> None:
         """Gives the rows that this step ends their embeddings. `rows`: float32 [sample rows, hidden]."""
+        assert self._pooling is not None
         for seq, row in zip(plan.seqs, rows, strict=False):
             seq.pooled = finished(row, self._pooling)
 
@@ -181,6 +183,7 @@ class EngineLoop(Work):
         if seq.sampling is not None:
             with self._work:  # add_request counts up in other threads
                 self._num_sampling -= 1
+        assert seq.ending is not None
         seq.ending.token = token_id
         self._num_finished[seq.ending.reason] += 1
         if self._trace is not None:

@@ -255,6 +255,7 @@ class RequestBook:
     def completion(self, seq: Sequence) -> CompletionOutput:
         """Output of a row that has ended."""
         ending, row = seq.ending, seq.sampling
+        assert ending is not None
         rows, kept = (None, None) if row is None else (row.logprob_rows, row.kept_ids)
         return CompletionOutput(
             seq.index, self._text(seq), seq.output_token_ids, ending.reason, ending.stop_reason,
@@ -268,6 +269,7 @@ class RequestBook:
         if not params.detokenize:
             return ""
         text = seq.sampling.text if seq.sampling is not None else None
+        assert seq.ending is not None
         by_token = seq.ending.reason == "stop" and ids[-1] in seq.stop_token_ids
         if text is not None:
             if by_token and params.include_stop_str_in_output:

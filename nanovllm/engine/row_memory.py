@@ -9,7 +9,6 @@ prefix cache until their blocks are reused. Layers with memory of fixed size hav
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import chain
-from typing import Any
 
 from nanovllm.engine.block_pool import BlockPool, Page
 from nanovllm.engine.lines import LinePool
@@ -34,8 +33,7 @@ class RowMemory:
         self._held = tuple(group.widened(margin) for group in groups)
         """Groups as rows hold them while they decode, their windows widened by the margin."""
         self.num_blocks, self.block_size, self._table_width = num_blocks, block_size, table_width
-        self.lines: LinePool | Any = LinePool(size.num_lines) if size.num_lines else None
-        """None where layers have no memory of fixed size."""
+        self.lines = LinePool(size.num_lines) if size.num_lines else None
         self.cache = PrefixCache(block_size, groups, enable_prefix_caching, self.lines, recomputes)
         self.pool = BlockPool(num_blocks, self.cache.forget)
         self._full, self._windows = self.cache.full, self.cache.windows
@@ -188,6 +186,7 @@ class RowMemory:
     def keep_within(self, seq: Sequence, start: int, count: int) -> tuple[int, int]:
         """Line that keeps the state of a prompt which it passes while it computes `count` tokens from `start` on, and
         after how many of these; NO_LINE and 0: none does."""
+        assert self.lines is not None
         for number in self.cache.lengths_to_keep(seq):
             at = number * self.block_size - start
             if 0 < at <= count and (line := self.lines.keep(self.cache.key_of(seq, number))) != NO_LINE:
@@ -211,9 +210,10 @@ class RowMemory:
             if memory.keep_at < seq.num_tokens - 1:  # where the oldest step in flight begins
                 begin = seq.num_least_computed - 1  # of this step, at least
                 memory.keep_at = self.num_blocks_for(begin) * self.block_size
-            may_get_there = memory.keep_at < seq.num_computed_tokens and self.cache.lengths_to_keep(seq)
-            if may_get_there and self.lines.lend(memory):
-                found[seq] = memory.keep_line, memory.keep_at
+            if memory.keep_at < seq.num_computed_tokens and self.cache.lengths_to_keep(seq):
+                assert self.lines is not None
+                if self.lines.lend(memory):
+                    found[seq] = memory.keep_line, memory.keep_at
         return found
 
     def note_passed(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_pool import Page
 from nanovllm.engine.prompt import Prompt
@@ -117,8 +117,7 @@ class Sequence:
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=-1, init=False)
     """Number by order of arrival at the scheduler; -1 until the row is queued."""
-    ending: Finish | Any = field(default=None, init=False)
-    """None until the output has ended."""
+    ending: Finish | None = field(default=None, init=False)
     needs_last_token: bool = field(init=False)
     """Whether the row waits for each token to reach the host before it goes on."""
     may_stop: bool = field(init=False)

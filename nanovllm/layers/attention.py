@@ -152,6 +152,7 @@ class Attention(WeightedModule, PagedAttention):
 
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
         """The result of the wanted tokens, [N, hidden], as call.residual is; all have their keys stored."""
+        assert call.step is not None
         wanted, attended = call.step.wanted, self.attend(self.qkv_proj(x, call), call)
         if isinstance(attended, FP8Rows):  # of decode rows, which are all wanted
             return self.o_proj(attended, call)
@@ -168,6 +169,7 @@ class Attention(WeightedModule, PagedAttention):
         """Computes everything between the projections: [T, (heads + 2 * kv_heads) * head_dim], without values of their
         own fewer, -> [T, heads * head_dim]."""
         cache, step = self.cache, call.step
+        assert step is not None
         q = self._stored(qkv, self.norm_rope, step, self.qkv_proj.bias)
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
         behind = self.o_proj.launch(q.shape[0], call)

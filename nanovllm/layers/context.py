@@ -38,7 +38,7 @@ class LayerContext:
     def matrix(
         self, precision: Quantization | None, rows: int, columns: int, pieces: tuple[Piece, ...],
         stack: tuple[int, ...] = (),
-    ) -> Weight | Any:  # fmt: skip
+    ) -> Weight:  # fmt: skip
         """An empty weight [rows, columns] of a linear layer, for which rows may have adapters; `precision` None: of
         `dtype`. stack: (number of experts,) where each has one."""
         types = self.dtype, self.device, stack
@@ -51,7 +51,8 @@ class LayerContext:
             found = PackedMatrix(precision, rows, columns, *types)
         if self.adapters is None:
             return found
-        return AdaptedMatrix(found, self.kernels, self.adapters, (rows, columns), pieces, *types)
+        adapted: Any = AdaptedMatrix(found, self.kernels, self.adapters, (rows, columns), pieces, *types)
+        return adapted  # type: ignore[no-any-return]  # its properties are those of a Weight, and cannot be set
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class ModelContext(LayerContext):
 class Stream(NamedTuple):
     """The residual stream between two blocks: residual + partial, of which either may not be there."""
 
-    residual: torch.Tensor | Any
+    residual: torch.Tensor | None
     """[T, hidden]; None: there is only `partial`. With several ranks, rows of it may be another's, or missing."""
     partial: torch.Tensor | None = None
     """Addend not yet in the residual: [T, hidden], or [parts, T, hidden] whose sum it is; with several ranks this
@@ -75,7 +76,8 @@ class Stream(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        found: torch.Tensor = self.residual if self.partial is None else self.partial
+        found = self.residual if self.partial is None else self.partial
+        assert found is not None
         return found.shape[-2]
 
     def of(self, wanted: torch.Tensor | None) -> "Stream":

@@ -88,6 +88,7 @@ class GatedDeltaNet(WeightedModule):
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens, [N, hidden]; all go into the states."""
+        assert call.step is not None
         rows, projected = call.step.rows, self.in_proj(x, call)
         if self.gate_proj is None:
             mixed, z, b, a, _ = projected.split([*self.rows, projected.shape[1] - sum(self.rows)], 1)

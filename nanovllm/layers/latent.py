@@ -79,6 +79,7 @@ class LatentAttention(WeightedModule, PagedAttention):
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens, [N, hidden]; all have their rows stored."""
         step, cache, (width, nope) = call.step, self.cache, self.options[1:3]
+        assert step is not None
         projected = self.in_proj(x, call)
         q, kv, _ = projected.tensor_split((self.first_rows, self.first_rows + self.row), 1)
         if self.q_proj is not None and self.q_norm is not None:

@@ -76,6 +76,7 @@ class LayerInputGate(WeightedModule):
         self.operations = (self.gate.product, self.projection.product)
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
+        assert call.step is not None and call.step.layer_inputs is not None
         gates: Any = self.kernels.activation(self.gate(x, call), self.activation, False)
         given = wanted_rows(call.step.layer_inputs[:, self.layer], call.rows)
         return self.projection(gates.mul_(given), call)

@@ -48,7 +48,9 @@ class Operation(WeightedModule):
     def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
         """x by what is launched, for experts by the number of tokens; see Weight.multiply."""
         rows = x.shape[0] if call.routing is None else call.routing.num_tokens
-        return self.matrix.multiply(x, self.launch(rows, call), call)
+        y = self.matrix.multiply(x, self.launch(rows, call), call)
+        assert isinstance(y, torch.Tensor)
+        return y
 
 
 class ParallelLinear(Operation):
@@ -90,6 +92,7 @@ class ParallelLinear(Operation):
             assert isinstance(x, torch.Tensor)
             return residual.addmm_(x, self.weight.t())
         y = self.matrix.multiply(x, launch, call)
+        assert isinstance(y, torch.Tensor)
         if residual is not None:
             return residual if launch.residual else residual.add_(y if y.dim() == 2 else add_up(y, residual.dtype))
         if bias is not None:
@@ -207,6 +210,7 @@ class RowParallelLinear(ParallelLinear):
 
     def of_wanted(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens of x [T, in], [N, out]."""
+        assert call.step is not None
         if (wanted := call.step.wanted) is not None:
             call, x = call._replace(rows=wanted), wanted_rows(x, wanted)
         if not x.shape[0]:  # GEMMs take one row or more

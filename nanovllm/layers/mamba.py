@@ -90,6 +90,7 @@ class Mamba2(WeightedModule):
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens, [N, hidden]; all go into the states."""
+        assert call.step is not None
         rows, projected = call.step.rows, self.in_proj(x, call)
         z, mixed, dt, _ = projected.split([*self.rows, projected.shape[1] - sum(self.rows)], 1)
         mixed = self.kernels.causal_conv(mixed, self.conv[:, 0], self.last_inputs, rows, self.conv_bias)

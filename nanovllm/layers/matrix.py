@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm import dense
 from nanovllm.kernels.moe import linear as experts
 from nanovllm.kernels.plan.plan import Launch
@@ -29,10 +30,10 @@ class Weight(Protocol):
         """Name of the weight's type in Product.dtype."""
         ...
 
-    def multiply(self, x: Any, launch: Launch, call: Call) -> torch.Tensor | Any:
+    def multiply(self, x: Any, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
         """x [T, columns] -> x @ weight^T [T, rows], or [launch.config.parts, T, rows], sums over parts of columns;
-        with what the launch says that its kernel computes besides (Call.around), rounded to e4m3 by "roles", as
-        FP8Rows. By weights of experts as kernels/moe/linear.py says."""
+        with what the launch says that its kernel computes besides (Call.around), rounded to e4m3 by "roles". By weights
+        of experts as kernels/moe/linear.py says."""
         ...
 
     def checkpoint_weights(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.pointwise.norm import Norm, add_up
 from nanovllm.layers.context import LayerContext, Stream
 from nanovllm.layers.weights import CheckpointWeight, WeightedModule, parameter, whole
@@ -65,8 +66,7 @@ class ReduceAddNorm(WeightedModule):
         multiplied and added; scalar: of the new residual. part_norms: of so many partial sums, [parts, T, hidden],
         which are added up then. These belong to the block that the sum comes from."""
         super().__init__()
-        self.norm: RowNorm | Any = norm
-        self.after, self.multiplier, self.scalar = after, multiplier, scalar
+        self.norm, self.after, self.multiplier, self.scalar = norm, after, multiplier, scalar
         self.part_norms = nn.ModuleList(part_norms)
         self.group, self.kernels = context.group, context.kernels
         is_add = after is None and multiplier == 1.0 and scalar is None
@@ -77,12 +77,14 @@ class ReduceAddNorm(WeightedModule):
 
     @property
     def row_norm(self) -> Norm:
+        assert self.norm is not None
         return self.norm.for_kernel()
 
-    def forward(self, stream: Stream, rounds: bool = False) -> tuple[torch.Tensor | Any, torch.Tensor]:
-        """rounds: normalised rows are rounded to e4m3, FP8Rows, as the consumer's launch says (Launch.rounded)."""
+    def forward(self, stream: Stream, rounds: bool = False) -> tuple[torch.Tensor | FP8Rows, torch.Tensor]:
+        """rounds: normalised rows are rounded to e4m3, as the consumer's launch says (Launch.rounded)."""
         residual, partial, is_early = stream
         if partial is None:
+            assert residual is not None
             return self.add_norm(residual, None, rounds)
         peers = self.group.fused_all_reduce(stream.num_rows * max(1, len(self.part_norms)))
         if peers is not None and self.is_add_rms_norm:
@@ -117,6 +119,7 @@ class ReduceAddNorm(WeightedModule):
     def add(self, stream: Stream) -> torch.Tensor:
         """The complete residual stream, not normalised; on one rank, where is_add_rms_norm holds."""
         residual, partial, _ = stream
+        assert residual is not None
         return residual if partial is None else self.kernels.add_norms(partial, residual, None)[1]
 
     def complete(self, residual: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -116,8 +115,9 @@ class FP8Matrix(nn.Module):
     def for_kernel(self) -> FP8Weight:
         return FP8Weight(self.weight, self.scale, self.rows_each, self.input_scale)
 
-    def multiply(self, x: torch.Tensor | Any, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
+    def multiply(self, x: torch.Tensor | FP8Rows, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
         """See Weight."""
         if self.weight.dim() == 3:
+            assert isinstance(x, torch.Tensor)
             return experts.linear(x, self.for_kernel(), launch.config, call.routing, **call.around(launch))
         return gemm.linear(x, self.for_kernel(), launch.config, **call.around(launch))

@@ -49,6 +49,7 @@ class ShortConv(WeightedModule):
 
     def forward(self, x: torch.Tensor, call: Call) -> torch.Tensor:
         """The result of the wanted tokens, [N, hidden]."""
+        assert call.step is not None
         y = self.kernels.causal_conv(
             self.in_proj(x, call), self.conv[:, 0], self.last_inputs, call.step.rows, gated=True
         )

@@ -25,14 +25,14 @@ class ForwardStep:
     attention: AttentionMetadata
     backend: AttentionBackend
     """Attends for all layers; it was prepared for `attention`."""
-    lines: Lines | Any = None
+    lines: Lines | None = None
     """Lines of rows with memory of fixed size; None: layers have none."""
     has_places: bool = field(default=False, kw_only=True)
     """Whether decodes may have several rows, one for each of their places."""
     adapters: torch.Tensor | None = None
     """int32 [T]: slot of each token's adapter, -1: none; None: no row of the step has one."""
-    layer_inputs: torch.Tensor | Any = None
-    """[T, layers, width of this rank]: of models that have such (layers/layer_inputs.py); else None."""
+    layer_inputs: torch.Tensor | None = None
+    """[T, layers, width of this rank]: of models that have such (layers/layer_inputs.py)."""
     wanted: torch.Tensor | None = None
     """int [N]: in the last layer, the tokens whose results are read; None: all."""
     taps: Mapping[int, torch.Tensor] = field(default_factory=dict)
@@ -42,6 +42,7 @@ class ForwardStep:
     @property
     def rows(self) -> StepRows:
         """The step's rows as layers with memory of fixed size know them."""
+        assert self.lines is not None
         attention = self.attention
         sizes = attention.num_decode_rows, attention.num_tokens
         return StepRows(attention.cu_seqlens_q, *sizes, self.lines, self.has_places)
@@ -70,8 +71,8 @@ def wanted_rows(hidden: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tens
 class Call(NamedTuple):
     """Companions of the rows x on their way from a block of a layer to the kernels of its operations."""
 
-    step: ForwardStep | Any
-    """The step; None for products outside the layers, as of the head, which ask nothing of it."""
+    step: ForwardStep | None
+    """The step; None for products outside the layers, as of the head."""
     rows: torch.Tensor | None = None
     """int [N]: tokens of the step that are the rows of x; None: all."""
     norm: Norm | None = None

@@ -142,6 +142,7 @@ def side_by_side(attention: Any, mlp: Callable[..., torch.Tensor]) -> Callable[.
     """Function that computes the sum of attention and MLP of the same rows [T, hidden], for a Block."""
 
     def compute(x: torch.Tensor, call: Call) -> torch.Tensor:
+        assert call.step is not None
         attended, wanted = attention(x, call), call.step.wanted
         chosen = wanted_rows(x, wanted)
         return attended + mlp(chosen, call._replace(rows=wanted)) if chosen.shape[0] else attended
@@ -379,6 +380,7 @@ class DecoderForCausalLM(WeightedModule):
             yield from self.layer_inputs.checkpoint_weights(prefix)
         for index, layer in enumerate(self.layers):
             yield from layer.checkpoint_weights(f"{prefix}.layers.{index}")
+        assert self.norm.norm is not None
         yield from self.norm.norm.checkpoint_weights(f"{prefix}.norm")
         if self.lm_head is not self.embed_tokens:
             yield from self.lm_head.checkpoint_weights("lm_head")

@@ -76,8 +76,7 @@ class TransformersModel(WeightedModule):
         super().__init__()
         self.module, self.kernels = module, kernels
         self._rounds_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
-        self._attend: Attend | Any = None
-        """Attention in the pass that runs; None outside of _attending."""
+        self._attend: Attend | None = None
         self._found: list[AttentionSpec] = []
         self._windows: set[int] = set()
         """Windows of the masks that the module has asked for."""
@@ -164,6 +163,7 @@ class TransformersModel(WeightedModule):
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
         sizes = (query.shape[1], key.shape[1], query.shape[3])
         spec = AttentionSpec(*sizes, scale, sliding_window or None, softcap or None, s_aux is not None)
+        assert self._attend is not None
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         return self._attend(q, k, v, spec, s_aux).contiguous()[None]
 

@@ -26,7 +26,7 @@ class RankAdapters:
         self._dtype, self._is_pinned = slots.dtype, slots.is_cuda
         self._held: dict[str, dict[str, Halves]] = {}
         """Halves of each layer that an adapter has, by the adapter's digest and the layer's name."""
-        self._reading: _Reading | Any = None
+        self._reading: _Reading | None = None
         """Adapter that is being read, or was and is to be put."""
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         """Streams in which tensors that are on GPUs are fetched, beside the steps."""
@@ -43,12 +43,14 @@ class RankAdapters:
         self._reading.start()
 
     def is_reading(self) -> bool:
+        assert self._reading is not None
         return self._reading.is_alive()
 
     def put(self) -> tuple[str, str]:
         """Takes the adapter that was read. Returns its digest and what is wrong with it, "" where nothing is: a rank
         that raised would be gone."""
         reading, self._reading = self._reading, None
+        assert reading is not None
         reading.join()
         if reading.halves is not None:
             self._held[reading.digest] = reading.halves

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 
@@ -78,8 +77,7 @@ class MemoryProbe:
     def __init__(self, device: torch.device, gpu: TorchMemory | None = None) -> None:
         """gpu: figures in place of the device's own, for tests."""
         self._device = device
-        self._gpu: TorchMemory | Any = TorchMemory(device) if device.type == "cuda" and gpu is None else gpu
-        """None on a CPU, where nothing is measured."""
+        self._gpu = TorchMemory(device) if device.type == "cuda" and gpu is None else gpu
         self._reported: dict[str, int] = {}
         self._mapped: list[Callable[[], int]] = []
         self.crowded = ""
@@ -99,6 +97,7 @@ class MemoryProbe:
 
     def used_bytes(self) -> int:
         """Bytes that the engine has, with the process's CUDA context and what torch's allocator caches."""
+        assert self._gpu is not None
         return self._gpu.reserved() - self._reserved_at_start + self._mapped_bytes() + self._libraries
 
     def _mapped_bytes(self) -> int:
@@ -117,6 +116,7 @@ class MemoryProbe:
     def growth(self, work: Callable[[], object], usual: int) -> int:
         """Bytes that `work` takes, in torch's allocator and, usually so many, in libraries. They do not count in
         used_bytes where they go back."""
+        assert self._gpu is not None
         reserved, before = self._gpu.reserved(), self._free_of_libraries()
         work()
         by_libraries = self._believed(before - self._free_of_libraries(), usual)
@@ -124,6 +124,7 @@ class MemoryProbe:
 
     def _free_of_libraries(self) -> int:
         """Bytes that shrink as libraries grow, and that move with what others do."""
+        assert self._gpu is not None
         return self._gpu.free() + self._gpu.reserved() + self._mapped_bytes()
 
     @staticmethod
@@ -132,12 +133,14 @@ class MemoryProbe:
 
     def begin_step(self) -> None:
         """Begins the measurement of a step. What earlier work left in torch's cache goes back first."""
+        assert self._gpu is not None
         self._gpu.release_cached()
         self._gpu.reset_peak()
         self._before = self._gpu.reserved()
 
     def end_step(self) -> int:
         """Ends it; returns the bytes that the step needed at its peak, beyond what was there."""
+        assert self._gpu is not None
         step_bytes = self._gpu.peak() - self._before
         self._gpu.release_cached()
         return step_bytes
@@ -145,6 +148,7 @@ class MemoryProbe:
     def kv_budget(self, utilization: float, **reserved: int) -> int:
         """Computes the bytes left for the KV cache: within `utilization` of the whole GPU, within what is free, and
         beside those `reserved` for other things, by name. Where others hold too much, `crowded` and the log say so."""
+        assert self._gpu is not None
         self._gpu.release_cached()
         self._reported = reserved
         used, free, share = self.used_bytes(), self._gpu.free(), int(utilization * self._gpu.total)

@@ -41,7 +41,7 @@ class RankWeights:
         self._spelling = CheckpointNames() if self._is_transformers else names_of(model_config)
         self._buckets = MappedBuckets(self._device)
         """Buckets of new weights that this rank has mapped."""
-        self.live_module: LiveModule | Any = None if module is None else LiveModule(module, self._spelling)
+        self.live_module = None if module is None else LiveModule(module, self._spelling)
         if self.live_module is not None:
             io.synchronize()  # the caller may have computed the weights a moment ago, in another stream
             self.live_module.share(model, model_config.tie_word_embeddings)
@@ -143,6 +143,7 @@ class RankWeights:
 
     def refresh(self) -> None:
         """Copies what the parameters cannot share with a live module."""
+        assert self.live_module is not None
         self._io.synchronize()  # as in take
         with self._io.stream_context():
             self.live_module.refresh()

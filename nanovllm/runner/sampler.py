@@ -87,8 +87,8 @@ class OptionSampler:
     # -- one step -----------------------------------------------------------------------------------------------
 
     def run(
-        self, section: Section, logits: torch.Tensor | Any, first_chunk_row: int, num_decode_rows: int,
-        buffers: StepBuffers, state: DeviceState, hidden: torch.Tensor | Any, model: Any,
+        self, section: Section, logits: torch.Tensor | None, first_chunk_row: int, num_decode_rows: int,
+        buffers: StepBuffers, state: DeviceState, hidden: torch.Tensor | None, model: Any,
     ) -> StepScores | None:  # fmt: skip
         """Does what `section` asks after a step whose sampled rows left `logits` [rows, this rank's ids]; `hidden`
         [tokens, hidden size]: of all tokens of the step, where prompt log-probabilities are wanted. Returns, on rank 0,
@@ -101,8 +101,10 @@ class OptionSampler:
         prompt: list[torch.Tensor | None] = [None, None]
         kept = None
         if section.size("rows"):
+            assert logits is not None
             scored, kept = self._sample(section, *self._whole_logits(logits, section["rows"]), buffers, state)
         if section.size("targets"):
+            assert hidden is not None
             prompt = self._prompt_logprobs(section, hidden, model)
         asked = ("scored", "targets", "kept", "drafted")
         if self._group.rank == 0 and any(section.size(name) for name in asked):
@@ -143,8 +145,7 @@ class OptionSampler:
         copied, changed, filtered, _ = section.of_kind
         if (section.copied_flags | section.changed_flags) & PENALTIES:
             self._counted = rows.part(slice(copied.start, changed.stop))
-        x: torch.Tensor | Any = None
-        least: torch.Tensor | Any = None
+        x = least = kept = None
         if copied.start < copied.stop:
             counts, masks = self._tables(section.copied_flags)
             edited = rows.part(copied)
@@ -160,11 +161,13 @@ class OptionSampler:
             self._kernels.sample_kept(rows.part(changed), None, counts, masks)
         if filtered.start < filtered.stop:
             self._kernels.sample_filtered(rows.part(filtered), has_winner=True)
-        kept = _kept_bits(x, least, section["kept"]) if section.size("kept") else None
+        if section.size("kept"):
+            assert x is not None and least is not None
+            kept = _kept_bits(x, least, section["kept"])
         return [self._scores(kind, section, rows, x, least) for kind in SCORES], kept
 
     def _scores(
-        self, kind: int, section: Section, rows: Rows, x: torch.Tensor | Any, least: torch.Tensor | Any
+        self, kind: int, section: Section, rows: Rows, x: torch.Tensor | None, least: torch.Tensor | None
     ) -> torch.Tensor | None:
         """Log-probabilities of one of SCORES. x, least: edited logits and thresholds of the rows of kind COPIED."""
         which = section.of_score[kind]
@@ -180,6 +183,7 @@ class OptionSampler:
             scale = torch.where(tempered, 1 / heat, 1.0)
             floor = torch.full_like(scale, -torch.inf)
             if kind >= EDITED_FEW:
+                assert x is not None and least is not None
                 logits, where, floor = x, scored, least[index]
         given = Scored(logits, where, rows.tokens, scored_rows, scale, None if scale is None else floor)
         return self._token_logprobs(given, section.num_logprobs[kind])

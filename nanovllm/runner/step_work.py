@@ -15,7 +15,6 @@ from nanovllm.layers.step import ForwardStep, wanted_rows
 from nanovllm.models.drafters.shared import ModelDrafter
 from nanovllm.runner.cuda_graphs import LogitsView, StepGraphs
 from nanovllm.runner.device_io import DeviceIO
-from nanovllm.speculative import Speculation
 from nanovllm.wire.shapes import MAX_PREFILL_ROWS, StepShape
 from nanovllm.wire.state import table_width
 from nanovllm.wire.step import ADAPTERS_WORD, DRAFT, PLACES_WORD, StepCounts, row_lengths
@@ -37,12 +36,12 @@ class StepWork:
         self._most_places = config.most_places
         self._model, self._io, self._device, self._vocab_size = model, io, context.device, context.config.vocab_size
         self._kernels, self._group, self._backend = context.kernels, context.group, backend
-        self._speculation: Speculation | Any = config.speculation
+        self._speculation = config.speculation
         rates = None if self._speculation is None else self._speculation.rates
         self._rates = None if rates is None else torch.tensor(rates, dtype=torch.float32, device=context.device)
         self._has_head, self._has_adapters = context.config.pooling is None, context.adapters is not None
-        self.drafter: ModelDrafter | Any = None
-        """The model that drafts; None: there is none."""
+        self.drafter: ModelDrafter | None = None
+        """The model that drafts, where there is one."""
         self._taken: dict[StepShape | None, tuple[StepBuffers, ForwardStep]] = {}
         """The last step at its exact size, and the one that each graph computes, until a model has drafted from it."""
         self.captured_logits: dict[StepShape, LogitsView] = {}
@@ -98,6 +97,7 @@ class StepWork:
         attention = self._attention(buffers, num_decode_rows, max(1, num_chunk_tokens), self._max_model_len)
         attention.is_captured = True
         logits, _ = self._forward(buffers, attention, num_rows, shape, has_adapters=has_adapters)
+        assert logits is not None
         self.captured_logits[shape] = LogitsView(logits)
 
     def finish(
@@ -112,6 +112,7 @@ class StepWork:
         self._kernels.take_draws(self.state, self.buffers, num_decodes, places, end, self._rates)
         if self.drafter is None:
             if num_rows:
+                assert self._speculation is not None
                 self._kernels.look_up_drafts(
                     self.state, self.buffers, num_decodes, places, first_chunk_row, num_rows, self._speculation.lookup,
                     self._rates is not None,
@@ -130,12 +131,14 @@ class StepWork:
 
     def see_padded(self, shape: StepShape) -> None:
         """The model that drafts takes in the padded step in the step buffer, of this shape: what a graph captures."""
+        assert self.drafter is not None
         buffers, step = self._taken[shape]
         self.drafter.see(self._io.step_buffer, self.state, buffers, step, buffers.row_slot.shape[0])
 
     def draft_padded(self, shape: StepShape) -> None:
         """The model drafts for the rows of what it has taken in, at most shape.decode_rows: what a CUDA graph
         captures."""
+        assert self.drafter is not None
         self.drafter.draft(self.state, shape.decode_rows)
 
     def _expand(self, step: torch.Tensor, buffers: StepBuffers, num_decode_rows: int) -> None:
@@ -157,7 +160,7 @@ class StepWork:
     def _forward(
         self, buffers: StepBuffers, attention: AttentionMetadata, num_sample_rows: int, shape: StepShape | None,
         keep_hidden: bool = False, has_adapters: bool = False,
-    ) -> tuple[torch.Tensor | Any, torch.Tensor | None]:  # fmt: skip
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
         """Layers, head, sampling, and the sampled tokens back into the state and the token buffer.
 
         Samples for the first `num_sample_rows` rows. In a captured step these include chunks of unfinished prompts,

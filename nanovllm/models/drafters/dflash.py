@@ -124,6 +124,7 @@ class Drafter(shared.Drafter):
         yield from self.hidden_norm.checkpoint_weights("hidden_norm")
         for index, layer in enumerate(self.layers):
             yield from in_checkpoint(layer.checkpoint_weights(f"layers.{index}"), self._config)
+        assert self.norm.norm is not None
         yield from self.norm.norm.checkpoint_weights("norm")
         if hasattr(self, "lm_head"):
             yield from self.lm_head.checkpoint_weights("lm_head")

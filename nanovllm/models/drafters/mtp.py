@@ -126,6 +126,7 @@ class Drafter(shared.Drafter):
         stream, is_alone = Stream(super().taken_in(torch.cat(pairs, 1))), self._group.size == 1
         stream = self.layer(stream, step if is_alone else replace(step, wanted=None))
         x, residual = self.norm(stream)
+        assert isinstance(x, torch.Tensor)
         if not is_alone:
             x, residual = (wanted_rows(rows, step.wanted) for rows in (x, self.norm.complete(residual)))
         return x, x if self._kind.feeds_normed else residual
@@ -139,4 +140,5 @@ class Drafter(shared.Drafter):
         yield from self.hidden_norm.checkpoint_weights(begin + kind.hidden_norm)
         yield from self.fc.checkpoint_weights(begin + kind.fc)
         yield from in_checkpoint(self.layer.checkpoint_weights((begin + kind.layer).removesuffix(".")), self._config)
+        assert self.norm.norm is not None
         yield from self.norm.norm.checkpoint_weights(begin + kind.norm)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed import Store
@@ -188,7 +188,7 @@ class PeerMemory:
             need = "a multiple of 8 elements of bfloat16, float16 or float32"
             raise PeerMemoryUnavailable(f"peer memory: rows of {layout.hidden_size} x {layout.dtype}, need {need}")
         self.rank, self.device, self.layout = rank, torch.device(device), layout
-        self._driver: Driver | Any = None
+        self._driver: Driver | None = None
         self._own = 0
         self._mapped: dict[int, int] = {}  # peer -> address here
 
@@ -217,6 +217,7 @@ class PeerMemory:
         return self._driver.export(self._own)
 
     def _map(self, handles: list[bytes]) -> bytes:
+        assert self._driver is not None
         for peer, handle in enumerate(handles):
             if peer != self.rank:
                 self._mapped[peer] = self._driver.open(handle)
@@ -244,7 +245,7 @@ class PeerMemory:
         """Copies `source`, contiguous, to where `place` in this rank's block is in another's, in the current stream and
         by a copy engine: no multiprocessor works for it. (torch's own copies ask for the device that owns an address,
         which they know of their own memory alone.)"""
-        assert peer != self.rank
+        assert self._driver is not None and peer != self.rank
         address = self._mapped[peer] + place.data_ptr() - self._own
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self._driver.copy(address, source.data_ptr(), source.nbytes, stream)
