@@ -71,8 +71,8 @@ def test_rows_that_share_keys_have_the_bits_of_rows_alone(
 ) -> None:
     if DEVICE == "cpu":  # the library's products depend on which row of a tile a query is
 
-        def product(a: Any, b: Any, dtype: Any, matmul: Any = np.matmul) -> Any:
-            return np.concatenate([matmul(row[None], b, dtype=dtype) for row in a])
+        def product(a: Any, b: Any, matmul: Any = np.matmul, **how: Any) -> Any:
+            return np.concatenate([matmul(row[None], b, **how) for row in a])
 
         monkeypatch.setattr(np, "matmul", product)
     counts = [places, places - 1, 1, 0, places]

@@ -138,8 +138,8 @@ def test_end_while_the_engine_loads(tmp_path: Path, number: int) -> None:
     """However it ends, the engine ends too: before it where it has a say in that."""
     with Server(tmp_path, "--log-format", "json") as server:
         wait_for(lambda: " answers" in server.log, "port")
+        wait_for(lambda: len(server.everything()) >= 2, "the engine's process")
         processes = server.everything()
-        assert len(processes) >= 2
         if number == signal.SIGKILL:
             assert server.stop(number) == -number
             wait_for(lambda: not alive(processes), "end of all processes")
