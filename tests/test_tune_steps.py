@@ -8,7 +8,8 @@ import pytest
 from processes.process_checks import write_tiny_config
 from programs import load as load_script
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.base import graph_timing
 from nanovllm.kernels.plan.config import KINDS, LIBRARY, SKINNY_ROWS, SUMMED, Choices, Gemm, GemmConfig
 from nanovllm.kernels.plan.fits import why_not
 from nanovllm.kernels.plan.table import at, load, save
@@ -110,3 +111,31 @@ def test_all_numbers_of_rows_of_a_running_engine(
     save(tmp_path / "choices.json", tune_steps.table_of("NVIDIA X", found))
     table = load(tmp_path / "choices.json")
     assert all(at(table.measured(gemm), rows) == found[gemm][rows] for gemm in found for rows in (1, 4))
+
+
+def test_a_timed_step_is_the_last_one_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step moves its rows on. What is timed begins where the last one did, and leaves rows where they were."""
+    seen: list[int] = []
+
+    def graph_us(calls: list[Any], replays: int) -> float:
+        for _ in range(replays):
+            calls[0]()
+        return 7.0
+
+    monkeypatch.setattr(graph_timing, "graph_us", graph_us)
+    options = {"max_num_seqs": 4, "max_model_len": 64, "num_kvcache_blocks": 16, "skip_tokenizer_init": True}
+    with LLM(write_tiny_config(tmp_path), device="cpu", load_format="dummy", **options) as llm:
+        llm.add_request([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+        for _ in range(3):
+            llm.step()
+        runner: Any = llm.engine.executor.runner  # type: ignore[attr-defined]
+        computed = runner.work.state.num_computed
+        before, [slot] = computed.clone(), computed.nonzero().flatten().tolist()
+
+        def run_padded(shape: Any) -> None:
+            seen.append(computed[slot].item())
+            computed[slot] += 1
+
+        monkeypatch.setattr(runner.work, "run_padded", run_padded)
+        assert llm.engine.executor.call("time_step", {}, 1, 3) == [7.0]
+        assert seen == [before[slot] - 1] * 3 and computed[slot] == before[slot]
