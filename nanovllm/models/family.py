@@ -103,8 +103,8 @@ def of_layers(module: str, name: str) -> Builder:
 
 
 def with_layers(fields: Fields, changes: Iterable[Fields], **more: Any) -> Fields:
-    """`fields` with these changes of each layer. more: other fields."""
-    layers = (replace(spec, **changed) for spec, changed in zip(fields["layers"], changes, strict=False))
+    """`fields` with these changes, one for each layer. more: other fields."""
+    layers = (replace(spec, **changed) for spec, changed in zip(fields["layers"], changes, strict=True))
     return {**fields, "layers": tuple(layers), **more}
 
 

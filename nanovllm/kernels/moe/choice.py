@@ -111,12 +111,18 @@ def choose(scores, keys, CORRECTION, FACTORS, RENORMALISE: tl.constexpr, SCALE: 
 
 
 @triton.jit
-def shared_weight(LOGITS, row, GATED: tl.constexpr, how):
-    """Weight of a shared expert, [warps, 1]: 1, with GATED the sigmoid of the logit behind the experts'."""
-    weight = tl.full([how.warps, 1], 1.0, tl.float32)
+def _gated(x, LOGITS, row, GATED: tl.constexpr, how):
+    """x of a shared expert, with GATED times the sigmoid of the logit behind the experts'."""
     if GATED:
-        weight = weight / (1.0 + tl.exp(-tl.load(LOGITS + row * how.width + how.experts, cache_modifier=".cg")))
-    return weight
+        gate = tl.load(LOGITS + row * how.width + how.experts, cache_modifier=".cg")
+        x = x / (1.0 + tl.exp(-gate))
+    return x
+
+
+@triton.jit
+def shared_weight(LOGITS, row, GATED: tl.constexpr, how):
+    """Weight of a shared expert beside others, [warps, 1]; see load_shared."""
+    return _gated(tl.full([how.warps, 1], 1.0, tl.float32), LOGITS, row, GATED, how)
 
 
 @triton.jit
@@ -124,10 +130,7 @@ def load_shared(SHARED, col, live, LOGITS, row, n_out, GATED: tl.constexpr, how)
     """Columns of what a shared expert computed, SHARED [T, n_out], in float32, with GATED times the sigmoid of the
     logit behind the experts'."""
     shared = tl.load(SHARED + row * n_out + col, mask=live, other=0.0).to(tl.float32)
-    if GATED:
-        gate = tl.load(LOGITS + row * how.width + how.experts, cache_modifier=".cg")
-        shared = shared / (1.0 + tl.exp(-gate))
-    return shared
+    return _gated(shared, LOGITS, row, GATED, how)
 
 
 @dataclass(frozen=True)

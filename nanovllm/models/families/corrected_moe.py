@@ -110,7 +110,7 @@ def read_laguna(config: ConfigReader, generation: Fields) -> Fields:
         gate_per_head=gating != "per-element", window=config.integer("sliding_window"),
         ropes=read_ropes(config, 5e5, 1e4, scales_sliding=False, partial=True),
     )  # fmt: skip
-    fields = with_layers(fields, ({"num_heads": None if n == of_all else n} for n in heads))
+    fields = with_layers(fields, ({"num_heads": None if n == of_all else n} for n in heads[:count]))
     moe = read_experts(
         config, "num_experts", "moe_intermediate_size", scoring="sigmoid", shared_name="shared_expert",
         scale=config.positive("moe_routed_scaling_factor", 1.0),

@@ -36,7 +36,7 @@ def _read_latent(config: ConfigReader, generation: Fields, partial: bool = False
         config.replaced(head_dim=rotated, num_key_value_heads=heads), generation, attention_scale=scale,
         ropes={FULL: replace(rope, partial_rotary_factor=1.0)}, **more,
     )  # fmt: skip
-    return with_layers(fields, repeat({"mixer": "latent", "options": options}))
+    return with_layers(fields, repeat({"mixer": "latent", "options": options}, len(fields["layers"])))
 
 
 def _with_experts(fields: Fields, config: ConfigReader, scoring: str, dense: int = 0) -> Fields:

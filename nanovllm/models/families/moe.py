@@ -107,7 +107,7 @@ def read_gpt_oss(config: ConfigReader, generation: Fields) -> Fields:
     """Every second layer sees a window, and all have sinks."""
     windows: Fields = {"kinds": full_every(config, 2), "window": config.integer("sliding_window")}
     fields = read_decoder(config, generation, biases="attention_bias", norm_kind="rms_float32", **windows)
-    fields = with_layers(fields, repeat({"has_sinks": True}))
+    fields = with_layers(fields, repeat({"has_sinks": True}, len(fields["layers"])))
     switches: Fields = {"activation_limit": config.positive("swiglu_limit", 7.0)}
     switches |= {"activation_alpha": config.positive("swiglu_alpha", 1.702), "layout": "transposed"}
     return with_moe(fields, read_experts(config, "num_local_experts", "intermediate_size", bias=True, **switches))
