@@ -1,6 +1,8 @@
 """Adapters on a GPU: what rows compute is what the CPU's twins do in float32, and graphs do as eager steps."""
 
+import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +10,18 @@ import pytest
 import torch
 from adapters.peft_files import CONFIG, random_tensors, save
 from adapters.test_adapters import linears, scores
+from safetensors.torch import load_file
+from serve.serving import ANSWER, ASK, CHAT, ready_server
 from small_models import make_checkpoint
+from system import free_port
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.runner.adapter_layout import names_of_experts
+from nanovllm.transfer.buckets import Entry, described
+from nanovllm.transfer.receiver import WeightSender
+from nanovllm.transfer.shared import SharedBucket
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -147,3 +155,44 @@ def test_adapters_of_experts_and_recurrent_layers(kind: str, tmp_path: Path) -> 
                 drawn = [table[token].logprob for token, table in zip(one.token_ids, one.logprobs or [], strict=True)]
                 apart = (torch.tensor(drawn) - torch.tensor(scores(again)[:-1])[-24:]).abs()
                 assert apart.mean() < 0.25, count
+
+
+@pytest.mark.parametrize("kind", ["bucket", "group"])
+def test_a_trainer_sends_them_to_a_server(kind: str, requests: list[LoRARequest | None], tmp_path: Path) -> None:
+    """From this process, on the engine's GPU by CUDA IPC, or on another one by NCCL: texts are those of the same from a
+    folder."""
+    if kind == "group" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert requests[1] is not None
+    folder = Path(str(requests[1].lora_path))
+    tensors = load_file(folder / "adapter_model.safetensors")
+    options = ("--device", "cuda", "--enable-lora", "--max-loras", "1", "--admin-api-key", "admin")
+    with ready_server(tmp_path, *options) as server, server.client("admin") as client, ThreadPoolExecutor() as pool:
+
+        def post(path: str, **body: Any) -> Any:
+            answer = client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        def text(model: str) -> str:
+            return str(post(CHAT, **ASK, model=model, max_tokens=20)["choices"][0]["message"]["content"])
+
+        sent: Any
+        if kind == "bucket":
+            sent = SharedBucket(1 << 22, DEVICE)
+            info = sent.fill([(name, tensor.to(DEVICE)) for name, tensor in tensors.items()])
+            assert "ipc_handle" in info
+        else:
+            init_info = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
+            joined = pool.submit(post, "/init_weight_transfer_engine", init_info=init_info)
+            sent = WeightSender(init_info, "cuda:1", timeout=60)
+            joined.result(60)
+            info = described([Entry.of(*pair) for pair in tensors.items()])
+            sending = pool.submit(sent.send, tensors.items())
+        config = json.loads((folder / "adapter_config.json").read_text())
+        post("/v1/load_lora_adapter", lora_name="sent", lora_config=config, update_info=info)
+        if kind == "group":
+            sending.result(60)
+        sent.close()
+        post("/v1/load_lora_adapter", lora_name="read", lora_path=str(folder))
+        assert text("sent") == text("read") != text("demo") == ANSWER

@@ -57,7 +57,7 @@ def _gate_up_kernel(
         # Not before: what the router wrote may be read by the next kernel as soon as that starts.
         tl.extra.cuda.gdc_launch_dependents()
     _, keys = load_scores(LOGITS, BIAS, CORRECTION, row, how)
-    expert = best_of(keys, slot)
+    expert = best_of(keys, slot % TOP_K if PARTS > 0 else slot)  # a part of a shared expert needs none
     w_rows, w_live = weight_rows(warp * PER_WARP + tl.arange(0, PER_WARP)[None, :], pid, n_out, BLOCK_N, GATED)
     ptrs = W + (expert * ((2 if GATED else 1) * n_out) + w_rows).to(tl.int64) * K
     if PARTS > 0:
