@@ -11,18 +11,20 @@ import pytest
 from adapters.peft_files import CONFIG, random_tensors, save
 from adapters.test_adapters import LORA, PROMPTS, SCORED, generate, linears
 from exactness import family_cases
-from exactness.family_cases import CASES, make_model
+from exactness.family_cases import CASES, make_model, with_layers
 from safetensors.torch import load_file
 from system import wait_for
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 
+SMALL = with_layers(CASES["qwen3"], 2)
+
 
 def test_nobody_runs_with_anothers(tmp_path: Path) -> None:
     """Each adapter writes its own tokens, while requests come at random, adapters go and come back, and names get other
     adapters: each request has what its name meant when it came, and shares prefixes with no other adapter."""
-    model = make_model(CASES["qwen3"])
-    folder = family_cases.save(model, CASES["qwen3"], tmp_path)
+    model = make_model(SMALL)
+    folder = family_cases.save(model, SMALL, tmp_path)
     draw = random.Random(3)
     given = [(random_tensors(model, linears(model), CONFIG, seed), {**CONFIG, "target_modules": "all-linear"})
              for seed in range(6)]  # fmt: skip
@@ -64,8 +66,8 @@ def test_nobody_runs_with_anothers(tmp_path: Path) -> None:
 
 def test_rows_of_a_replica_that_is_lost_end_under_theirs(tmp_path: Path) -> None:
     """Though their names have other adapters by then, or none, which the replica that comes back has not loaded."""
-    model = make_model(CASES["qwen3"])
-    folder = family_cases.save(model, CASES["qwen3"], tmp_path)
+    model = make_model(SMALL)
+    folder = family_cases.save(model, SMALL, tmp_path)
     given = [random_tensors(model, linears(model), CONFIG, seed) for seed in range(3)]
     config = {**CONFIG, "target_modules": "all-linear"}
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -99,8 +101,8 @@ def test_an_adapter_whose_folder_has_gone_ends_no_replica(
 ) -> None:
     """One that is started again goes on without the adapters that it cannot read, or that came from memory, and so do
     the others."""
-    model = make_model(CASES["qwen3"])
-    folder = family_cases.save(model, CASES["qwen3"], tmp_path / "model")
+    model = make_model(SMALL)
+    folder = family_cases.save(model, SMALL, tmp_path / "model")
     changed = {"target_modules": "all-linear"}
     paths = [save(tmp_path / str(n), random_tensors(model, linears(model), CONFIG, n), **changed) for n in range(3)]
     options = {**LORA, "data_parallel_size": replicas, "data_parallel_backend": "local"}

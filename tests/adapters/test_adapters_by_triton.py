@@ -5,6 +5,7 @@ Run as a script, this file is the engine.
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from adapters.peft_files import CONFIG, adapted, random_tensors, save
 from adapters.test_adapters import OPTIONS, PROMPTS, SCORED, expected_scores, linears, scores
 from adapters.test_expert_adapters import FORMS, random_stacks, with_stacks
 from exactness import family_cases
-from exactness.family_cases import CASES, make_model
+from exactness.family_cases import CASES, make_model, with_layers
 from programs import run_interpreted
 
 from nanovllm import LLM, LoRARequest
@@ -21,16 +22,18 @@ from nanovllm import LLM, LoRARequest
 def serve(folder: str, adapter: str) -> None:
     request = LoRARequest("a", lora_path=adapter)
     with LLM(folder, **OPTIONS, enable_lora=True, max_loras=2, attention_backend="triton") as llm:
-        outputs = llm.generate(PROMPTS, SCORED, use_tqdm=False, lora_request=[request, None, request])
+        params = replace(SCORED, max_tokens=3)
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=[request, None, request])
     print(json.dumps([[output.outputs[0].token_ids, scores(output)] for output in outputs]))
 
 
-@pytest.mark.parametrize("family", ["qwen3, bfloat16 files", "qwen3_moe"])
-def test_equals_the_definition(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "layers"), [("qwen3, bfloat16 files", 1), ("qwen3_moe", 2)])
+def test_equals_the_definition(family: str, layers: int, tmp_path: Path) -> None:
     """Of linear layers, and of experts."""
     pytest.importorskip("triton")
-    model = make_model(CASES[family])
-    folder = family_cases.save(model, CASES[family], tmp_path / "model")
+    case = with_layers(CASES[family], layers)
+    model = make_model(case)
+    folder = family_cases.save(model, case, tmp_path / "model")
     tensors, changed = random_tensors(model, linears(model), CONFIG, 0), {"target_modules": "all-linear"}
     stacks = random_stacks(model, 0)
     if stacks:

@@ -94,14 +94,17 @@ FORMS: dict[str, Any] = {
     "each of mixtral": (lambda stacks: of_each(stacks, MIXTRAL), {"target_modules": ["w1", "w2", "w3"]}),
     "shared outer": (as_given, STACKED),
 }
-WRAPPED = ["mixtral", "qwen2_moe", "glm4_moe", "granitemoe", "gpt_oss", "gemma4, experts", "minimax_m2",
-           "nemotron_h with latent experts"]  # fmt: skip
+WRAPPED = [
+    *((family, "wrapped", {}) for family in ("qwen2_moe", "gemma4, experts", "nemotron_h with latent experts")),
+    *(pytest.param(family, "wrapped", {}, marks=pytest.mark.slow)
+      for family in ("mixtral", "glm4_moe", "granitemoe", "gpt_oss", "minimax_m2")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("family", "form", "options"),
     [
-        *((family, "wrapped", {}) for family in WRAPPED),
+        *WRAPPED,
         ("qwen3_moe", "wrapped", {"tensor_parallel_size": 2}), ("gpt_oss", "wrapped", {"tensor_parallel_size": 2}),
         ("qwen3_moe", "wrapped, before 0.19", {}), ("qwen3_moe", "each", {}), ("mixtral", "each of mixtral", {}),
         ("qwen3_next", "wrapped", {"tensor_parallel_size": 2}), ("qwen3_moe", "shared outer", {}),

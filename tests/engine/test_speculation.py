@@ -201,14 +201,13 @@ def use(llm: LLM, drafter: Drafter | None) -> None:
 
 
 CASES = [
-    ("mixed", "lookup", 3), ("mixed", "wrong", 3), ("mixed", "right", 3), ("mixed", "half", 7),
-    ("tiny pool", "half", 3),
+    ("mixed", "lookup", 3), ("mixed", "wrong", 3), ("mixed", "half", 7), ("tiny pool", "half", 3),
     ("chunks", "half", 3), ("options", "half", 3), ("ends", "right", 3), ("the model's end", "right", 3),
-    ("padded", "half", 3), ("padded options", "half", 2), ("windows", "half", 3), ("exact", "half", 3),
-    ("two ranks", "lookup", 3), ("grammars", "right", 3), ("grammars, padded", "half", 3),
+    ("padded options", "half", 2), ("windows", "half", 3), ("exact", "half", 3), ("grammars, padded", "half", 3),
     ("padded adapters", "half", 3), ("options, two ranks", "lookup", 3), ("options, tiny pool", "half", 3),
 ]  # fmt: skip
 MORE = [
+    ("mixed", "right", 3), ("padded", "half", 3), ("two ranks", "lookup", 3), ("grammars", "right", 3),
     ("mixed", "random", 3), *(("mixed", "half", k) for k in range(1, 7)), ("mixed", "right", 15),
     ("tiny pool", "lookup", 3), ("tiny pool, not one ahead", "half", 3), ("chunks", "lookup", 3),
     ("options", "wrong", 3), ("options", "lookup", 3), *(("ends", "half", k) for k in (1, 3, 7)),
@@ -219,11 +218,11 @@ MORE = [
 OF_A_HEAD = [
     ("eagle3", "tiny pool", "half", 3), ("eagle3", "chunks", "head", 3), ("eagle3", "options", "right", 3),
     ("eagle3", "padded options", "half", 2), ("eagle3", "windows", "wrong", 3), ("eagle3", "exact", "half", 3),
-    ("eagle3", "two ranks", "head", 3), ("eagle3", "padded adapters", "half", 3),
-    ("dspark", "tiny pool", "half", 3), ("dflash", "chunks", "head", 7), ("dspark", "padded options", "head", 2),
-    ("dspark", "windows", "right", 3), ("dspark", "two ranks", "head", 3), ("dflash", "exact", "half", 3),
+    ("eagle3", "two ranks", "head", 3), ("eagle3", "padded adapters", "half", 3), ("dflash", "chunks", "head", 7),
+    ("dspark", "padded options", "head", 2), ("dspark", "windows", "right", 3), ("dflash", "exact", "half", 3),
 ]  # fmt: skip
 MORE_OF_A_HEAD = [
+    ("dspark", "tiny pool", "half", 3), ("dspark", "two ranks", "head", 3),
     ("eagle3", "mixed", "head", 7), ("eagle3", "mixed", "random", 3), ("eagle3", "ends", "right", 3),
     ("eagle3", "the model's end", "right", 3), ("eagle3", "padded options", "head", 3),
     ("eagle3", "options", "head", 3), ("eagle3", "tiny pool, not one ahead", "head", 3),

@@ -269,6 +269,12 @@ def for_four_ranks(case: Case) -> Case:
     return replace(case, entries={**case.entries, **heads})
 
 
+def with_layers(case: Case, count: int) -> Case:
+    """The case with its first layers alone."""
+    cut = {name: value[:count] for name, value in case.entries.items() if isinstance(value, list)}
+    return replace(case, entries={**case.entries, **cut, "num_hidden_layers": count})
+
+
 def make_model(case: Case, seed: int = 0) -> Any:
     """A model of which every parameter is random: norms start at one value, which hides what they are."""
     torch.manual_seed(seed)

@@ -200,8 +200,10 @@ def rows_in_fp8(path: str, weight: torch.Tensor) -> Written:
     return {f"{path}.weight": values, f"{path}.weight_scale": scales}, {f"{path}.weight": weight}
 
 
-@pytest.mark.parametrize("options", [{}, TWO_RANKS])
-@pytest.mark.parametrize("name", GRANITES)
+@pytest.mark.parametrize(
+    ("name", "options"), [("GraniteMoe", {}), ("GraniteMoeHybrid", TWO_RANKS),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("GraniteMoe", TWO_RANKS), ("GraniteMoeHybrid", {})))],
+)  # fmt: skip
 def test_granites_stacks_of_quantised_experts(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     """By the name of the stack."""
     torch.manual_seed(3)

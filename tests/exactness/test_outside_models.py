@@ -111,8 +111,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], Callable[[StepWitness], bool]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("kind", KINDS)
+OF_HYBRIDS_BY_DAY = ("plain kernels", "chunks", "two slots for seven requests", "three states, in chunks")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(kind, name, marks=[pytest.mark.slow] * (kind != "hybrid" and name in OF_HYBRIDS_BY_DAY))
+     for kind in KINDS for name in SETTINGS],
+)  # fmt: skip
 def test_tokens_are_those_of_the_twin(models: dict[str, Model], kind: str, name: str) -> None:
     """The second time a prefix is found in the cache, and the state of recurrences after it, unless others needed its
     line; else they begin with zeros, whatever the line held before."""

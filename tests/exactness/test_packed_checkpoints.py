@@ -135,7 +135,10 @@ def of_gpt_oss(gpt_oss: tuple[Path, Path]) -> list[Expected]:
     return tokens_alone(gpt_oss[0], REQUESTS[:5])
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (1, CHUNKS), (2, {}), (4, {})])
+FOUR = pytest.param(4, {}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (1, CHUNKS), (2, {}), FOUR])
 def test_mxfp4_experts_give_the_widened_checkpoints_tokens(
     gpt_oss: tuple[Path, Path], of_gpt_oss: list[Expected], ranks: int, options: dict[str, Any]
 ) -> None:
@@ -154,7 +157,7 @@ def test_no_bit_of_mxfp4_experts_depends_on_steps(gpt_oss: tuple[Path, Path]) ->
     prompts = [[(37 * i + 11 * length) % 301 for i in range(length)] for length in (1, 5, 40, 23)]
     found = []
     options: dict[str, Any] = {**ROOMY, "exact_bits": "batch", "dtype": "bfloat16", "enable_prefix_caching": False}
-    for at_once, more in ((1, {}), (4, {}), (4, {"max_num_batched_tokens": 16}), (4, CHUNKS)):
+    for at_once, more in ((1, {}), (4, {}), (4, CHUNKS)):
         with LLM(str(gpt_oss[1]), **{**options, **more}) as llm:
             parts = [prompts[start : start + at_once] for start in range(0, 4, at_once)]
             outputs = [output for part in parts for output in llm.generate(part, params, use_tqdm=False)]

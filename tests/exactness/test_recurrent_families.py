@@ -34,6 +34,7 @@ RECURRENT = [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) 
 LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 128, 129, 200)
 BUDGET = 23
 """Maximum tokens of a step."""
+OFFSETS = (1, 2, 3, 4, 7, 8, 15, 16, 17, BUDGET)
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 
@@ -83,7 +84,11 @@ def test_prompts_of_every_length_have_the_logprobs_of_transformers(served: Serve
         run(served, prompts, replace(GREEDY, prompt_logprobs=0))
 
 
-def test_a_prompt_is_cut_at_every_offset(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("offsets", [OFFSETS, pytest.param(range(1, BUDGET + 1), marks=pytest.mark.slow)],
+                         ids=["some", "all"])  # fmt: skip
+def test_a_prompt_is_cut_at_every_offset(
+    served: Served, offsets: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a first piece of each length, and so does what follows on a hit."""
     scheduler, firsts = served.llm.engine.scheduler, list[int]()
     chunk = scheduler._chunk
@@ -92,7 +97,8 @@ def test_a_prompt_is_cut_at_every_offset(served: Served, monkeypatch: pytest.Mon
         return chunk(num_remaining, min(budget, firsts.pop()) if firsts else budget, short_waits)
 
     monkeypatch.setattr(scheduler, "_chunk", cut)
-    for first in range(1, BUDGET + 1):
+    served.llm.reset_prefix_cache()
+    for first in offsets:
         prompt = text(70, 100 + first)
         for number, longer in enumerate((prompt, [*prompt, *text(40, first)])):
             firsts.append(first)

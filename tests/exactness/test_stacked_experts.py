@@ -78,8 +78,10 @@ def test_a_stack_is_the_matrices_of_each(tmp_path: Path) -> None:
         LLM(str(folder), **ROOMY)
 
 
-@pytest.mark.parametrize("form", ["int4", "nvfp4"])
-@pytest.mark.parametrize("family", ["gemma4, experts", "Qwen3VLMoe"])
+@pytest.mark.parametrize(
+    ("family", "form"), [("gemma4, experts", "int4"), ("Qwen3VLMoe", "nvfp4"),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gemma4, experts", "nvfp4"), ("Qwen3VLMoe", "int4")))],
+)  # fmt: skip
 def test_tools_write_experts_of_their_own_where_wide_ones_are_stacked(family: str, form: str, tmp_path: Path) -> None:
     """Tools quantise modules, so they take stacks apart."""
     if family == "Qwen3VLMoe":
