@@ -28,8 +28,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-MODULES = {"nanovllm.executor.worker", "nanovllm.host.program", "faulty_worker", "overlapping_worker"}
-"""Programs that import torch."""
+MODULES = {
+    "nanovllm.executor.worker", "nanovllm.host.program", "nanovllm.cli.local_server", "faulty_worker",
+    "overlapping_worker",
+}  # fmt: skip
+"""Programs that import torch, or start one that does."""
 NAME = "fork-server"
 """Name of a process that forks, in /proc."""
 MARK = "NANOVLLM_TEST_MARK"

@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import ModuleType
-from typing import IO
+from typing import IO, Any
 
 import fork_server
 
@@ -47,6 +47,19 @@ def run_forked(environment: dict[str, str], *codes: str, seconds: float = 300) -
     with tempfile.TemporaryFile() as output:
         processes = [_start(["-c", code], environment, output, output) for code in codes]
         return _printed(processes, seconds, output)
+
+
+def start_forked(code: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    """Starts code in a process that has imported torch already; what it prints is read as of any Popen."""
+    (output, written), (errors, complained) = os.pipe(), os.pipe()
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    command = [sys.executable, "-c", code, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    process: Any = fork_server.ForkedCommand(command, written, environment, most_files, complained)
+    for end in (written, complained):
+        os.close(end)
+    process.stdout, process.stderr, process.text_mode = open(output), open(errors), True  # noqa: SIM115
+    return process
 
 
 _FILE = """

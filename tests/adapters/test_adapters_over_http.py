@@ -42,7 +42,7 @@ def test_models_by_adapter(folders: list[Path], tmp_path: Path) -> None:
             assert user.post(LOAD, json={"lora_name": "x", "lora_path": str(folders[1])}).status_code == 401
 
         def text(model: str) -> Any:
-            answer = client.post(CHAT, json=ASK | {"model": model, "max_tokens": 20})
+            answer = client.post(CHAT, json=ASK | {"model": model, "max_tokens": 12})
             assert answer.status_code in (200, 404), answer.text
             found = answer.json()
             assert answer.status_code == 404 or found["model"] == model
@@ -92,7 +92,7 @@ def test_a_trainer_sends_adapters(folders: list[Path], replicas: str, tmp_path: 
 
         def texts(model: str) -> set[str]:
             """Answers of requests that run side by side, so that each replica has some."""
-            asked = [pool.submit(post, CHAT, **ASK, model=model, max_tokens=20) for _ in range(6)]
+            asked = [pool.submit(post, CHAT, **ASK, model=model, max_tokens=8) for _ in range(6)]
             return {one.result(60)["choices"][0]["message"]["content"] for one in asked}
 
         expected = []

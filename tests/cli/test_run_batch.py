@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs import run
 from running import nanovllm
 from safetensors.numpy import save_file
 from serve.serving import ROOT, Server
@@ -234,7 +235,7 @@ def test_a_model_of_its_own_has_the_names_it_is_given(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--num-kvcache-blocks", "64", "-q"]
     for name, names in (("demo", []), ("mine", ["--served-model-name", "other", "mine"])):
         file, out = write(tmp_path / "in", [completion("a", model=name)]), tmp_path / name
-        assert nanovllm("run-batch", file, str(out), *options, *names).returncode == 0, out.read_text()
+        run("-m", "nanovllm", "run-batch", file, out, *options, *names, forks=True)
     done = nanovllm("run-batch", file, str(tmp_path / "x"), "--url", "http://localhost:1", "--served-model-name", "a")
     assert done.returncode == 2 and "--served-model-name: not together with --url" in done.stderr
 
@@ -251,7 +252,7 @@ def test_requests_name_adapters_as_their_model(tmp_path: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
     file, out = write(tmp_path / "in", [completion("a", model="sql")]), tmp_path / "out"
     modules, own = ["--lora-modules", f"sql={folder}"], ["--device", "cpu", "--num-kvcache-blocks", "64", "-q"]
-    assert nanovllm("run-batch", file, str(out), *own, "--enable-lora", *modules).returncode == 0, out.read_text()
+    run("-m", "nanovllm", "run-batch", file, out, *own, "--enable-lora", *modules, forks=True)
     there = ["--url", "http://localhost:1"]
     for more, said in ((own, "lora_modules: needs enable_lora"), (there, "--lora-modules: not together with --url")):
         done = nanovllm("run-batch", file, str(tmp_path / "x"), *more, *modules)
@@ -263,8 +264,7 @@ def test_with_a_model_of_its_own(server: Server, tmp_path: Path) -> None:
     file = write(tmp_path / "in", [chat(f"r{n}", temperature=0.7) for n in range(4)])
     assert nanovllm("run-batch", file, str(tmp_path / "one"), "--url", server.url).returncode == 0
     own = ["--device", "cpu", "--num-kvcache-blocks", "256"]
-    done = nanovllm("run-batch", file, str(tmp_path / "two"), *own)
-    assert done.returncode == 0, done.stderr
+    run("-m", "nanovllm", "run-batch", file, tmp_path / "two", *own, forks=True)
     assert texts(tmp_path / "one") == texts(tmp_path / "two")
 
 

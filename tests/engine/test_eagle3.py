@@ -109,7 +109,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "DFlash of other sizes": {"method": "dflash", **OTHER},
     "DSpark without tables": {"method": "dspark", "markov_rank": 0, "target_layer_ids": [-1, 2], **OTHER},
 }
-ON_TWO_RANKS = ("3.1", "other width", "DSpark", "DFlash of other sizes")
+OTHERWISE: dict[str, dict[str, Any]] = {
+    **{head: {"tensor_parallel_size": 2} for head in ("3.1", "other width", "DSpark", "DFlash of other sizes")},
+    **{head: {"exact_bits": "tp"} for head in ("plain", "DFlash")},
+}
+"""Options of those that are not served in chunks by day."""
 
 
 def saved(folder: Path, changed: dict[str, Any]) -> Path:
@@ -124,10 +128,9 @@ def saved(folder: Path, changed: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("head", "options"),
     [
-        *((head, {"max_num_batched_tokens": 48}) for head in HEADS if head not in ON_TWO_RANKS),
-        *(pytest.param(head, {"max_num_batched_tokens": 48}, marks=pytest.mark.slow) for head in ON_TWO_RANKS),
-        *((head, {"tensor_parallel_size": 2}) for head in ON_TWO_RANKS),
-        *((head, {"exact_bits": "tp"}) for head in ("plain", "DFlash")),
+        *(pytest.param(head, {"max_num_batched_tokens": 48}, marks=[pytest.mark.slow] * (head in OTHERWISE))
+          for head in HEADS),
+        *OTHERWISE.items(),
     ],
 )  # fmt: skip
 def test_drafts_are_those_of_the_definition(

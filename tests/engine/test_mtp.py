@@ -57,9 +57,9 @@ def check(seen: list[Seen], texts: dict[int, list[int]], layer: Layer) -> None:
         pytest.param("glm4_moe", "mtp", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         ("glm4_moe_lite", "mtp", {"max_num_batched_tokens": 24}),
         ("deepseek_v3", "deepseek_mtp", {"tensor_parallel_size": 2}),
-        ("qwen3_5", "mtp", {"max_num_batched_tokens": 24}),
+        pytest.param("qwen3_5", "mtp", {"max_num_batched_tokens": 24}, marks=pytest.mark.slow),
         ("qwen3_next", "qwen3_next_mtp", {"tensor_parallel_size": 2}),
-        ("qwen3_5_moe", "qwen3_5_mtp", {}),
+        ("qwen3_5_moe", "qwen3_5_mtp", {"max_num_batched_tokens": 24}),
     ],
 )  # fmt: skip
 def test_drafts_are_those_of_the_definition_and_texts_those_without(

@@ -217,11 +217,11 @@ MORE = [
 
 OF_A_HEAD = [
     ("eagle3", "tiny pool", "half", 3), ("eagle3", "chunks", "head", 3), ("eagle3", "options", "right", 3),
-    ("eagle3", "padded options", "half", 2), ("eagle3", "windows", "wrong", 3), ("eagle3", "exact", "half", 3),
-    ("eagle3", "two ranks", "head", 3), ("eagle3", "padded adapters", "half", 3), ("dflash", "chunks", "head", 7),
-    ("dspark", "padded options", "head", 2), ("dspark", "windows", "right", 3), ("dflash", "exact", "half", 3),
+    ("eagle3", "windows", "wrong", 3), ("eagle3", "two ranks", "head", 3), ("eagle3", "padded adapters", "half", 3),
+    ("dflash", "chunks", "head", 7), ("dspark", "padded options", "head", 2), ("dflash", "exact", "half", 3),
 ]  # fmt: skip
 MORE_OF_A_HEAD = [
+    ("eagle3", "padded options", "half", 2), ("eagle3", "exact", "half", 3), ("dspark", "windows", "right", 3),
     ("dspark", "tiny pool", "half", 3), ("dspark", "two ranks", "head", 3),
     ("eagle3", "mixed", "head", 7), ("eagle3", "mixed", "random", 3), ("eagle3", "ends", "right", 3),
     ("eagle3", "the model's end", "right", 3), ("eagle3", "padded options", "head", 3),

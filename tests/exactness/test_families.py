@@ -11,6 +11,7 @@ import pytest
 import torch
 from family_cases import (
     AGAIN,
+    ALTERNATING,
     CASES,
     GREEDY,
     NUM_TOKENS,
@@ -34,7 +35,12 @@ from nanovllm import LLM
 
 @pytest.fixture(params=list(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+    """Of two layers, where those have all kinds of the four."""
+    case = CASES[request.param]
+    by_layer = any("layer" in name or "pattern" in name for name in (*case.entries, *(case.written or {})))
+    has_two_kinds = case.entries.keys() >= ALTERNATING.keys() and not case.written
+    by_layer &= not (has_two_kinds and case.entries["layer_types"] == ALTERNATING["layer_types"])
+    return case if by_layer or "decoder_sparse_step" in case.entries else with_layers(case, 2)
 
 
 TIGHT = {**OPTIONS, "num_kvcache_blocks": 5, "disable": ("async_scheduling", "lookahead")}

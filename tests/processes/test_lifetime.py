@@ -13,9 +13,10 @@ from types import FrameType
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
+import fork_server
 import pytest
 from process_checks import GREEDY, LONG, MARK, marked_processes, tiny_llm, token_ids
-from programs import end_with_test_run, run_forked
+from programs import end_with_test_run, run_forked, start_forked
 from system import wait_for
 from threads import run_in_threads
 
@@ -26,7 +27,6 @@ from nanovllm.executor import processes
 from nanovllm.executor.processes import WorkerProcesses
 from nanovllm.processes.child import LEFT_TO_PARENT
 
-pytestmark = pytest.mark.usefixtures("executed")
 ROOT = Path(__file__).resolve().parents[2]
 LEAVE = 5.0  # seconds for workers to leave after their program has
 
@@ -56,7 +56,10 @@ def ctrl_c_interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Popen[str]":
+def start(code: str, tiny: str, mark: str, forks: bool = False, **options: object) -> "subprocess.Popen[str]":
+    """forks: it is a fork, where tests fork, and so are its workers."""
+    if forks and fork_server.is_fit():
+        return start_forked(code, tiny, **{MARK: mark})
     return subprocess.Popen(
         [sys.executable, "-c", code, tiny], env={**os.environ, MARK: mark}, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True, **{"preexec_fn": end_with_test_run, **options},
@@ -68,7 +71,7 @@ def start(code: str, tiny: str, mark: str, **options: object) -> "subprocess.Pop
 )
 def test_no_worker_outlives_its_program(ending: str, tiny: str, new_mark: str) -> None:
     code, expected = ENDINGS[ending]
-    program = start(PROLOGUE + code, tiny, new_mark)
+    program = start(PROLOGUE + code, tiny, new_mark, forks=True)
     _, err = program.communicate(timeout=120)
     assert program.returncode == expected, err
     wait_for(lambda: not marked_processes(new_mark), "end of the processes", LEAVE)
@@ -135,7 +138,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_forks_of_a_program_neither_disturb_workers_nor_keep_them(tiny: str, new_mark: str) -> None:
     """A fork holds copies of all our files: the end of the stream never comes while it lives."""
-    program = start(PROLOGUE + FORKING, tiny, new_mark)
+    program = start(PROLOGUE + FORKING, tiny, new_mark, forks=True)
     assert program.stdout is not None
     lines = [program.stdout.readline().strip() for _ in range(4)]
     program.wait(timeout=30)
@@ -322,6 +325,7 @@ def test_an_engine_that_lost_a_steps_tokens_does_not_go_on(
             llm.step()
 
 
+@pytest.mark.usefixtures("executed")
 def test_signals_are_left_to_the_parent_from_the_first_moment_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an engine's process does (tests/host/test_handle.py), so a worker's."""
     monkeypatch.setattr(processes, "_EXIT_GRACE", 60.0)

@@ -14,10 +14,10 @@ from threads import run_in_threads
 
 from nanovllm import LLM, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("executed")
 PROMPTS = ([5] * 9, [6, 7] * 20, list(range(40)))
 
 
+@pytest.mark.usefixtures("executed")
 def test_two_at_once_and_one_ends_before_the_other(tiny: str, mark: str) -> None:
     first = tiny_llm(tiny)
     expected = token_ids(first, *PROMPTS)
@@ -51,7 +51,7 @@ print(lengths)
 
 def test_both_load_their_tokenizers_at_once() -> None:
     """Each in a thread of its own; those of transformers too, the second while the first imports the library."""
-    assert run("-c", TWO_TOKENIZERS) == "[2, 2] False\n[2, 2]\n"
+    assert run("-c", TWO_TOKENIZERS, forks=True) == "[2, 2] False\n[2, 2]\n"
 
 
 def test_a_call_from_within_a_call_is_refused(tiny: str, mark: str) -> None:

@@ -35,7 +35,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "engine" in metafunc.fixturenames:
         of_replicas = metafunc.module.__name__ in ("test_live_weights", "test_pause")
         of_replicas &= "started" not in metafunc.fixturenames
-        names = [name for name in ENGINES if name != "two replicas" or of_replicas]
+        names: list[Any] = [name for name in ENGINES if name != "two replicas" or of_replicas]
+        if "how" in metafunc.fixturenames:  # mistakes: of all ranks together
+            names[0] = pytest.param("one rank", marks=pytest.mark.slow)
         metafunc.parametrize("engine", names, indirect=True, scope="module")
 
 

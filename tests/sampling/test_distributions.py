@@ -47,8 +47,14 @@ def chi_square_is_plausible(drawn: Counter[int], p: torch.Tensor) -> bool:
     return normal < 4
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES.keys())
+BOTH = ("temperature", "top_k, top_p", "penalties", "logprobs")
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"),
+    [pytest.param(options, ranks, id=f"{name}-{ranks}", marks=[pytest.mark.slow] * (ranks == 2 and name not in BOTH))
+     for name, options in CASES.items() for ranks in (1, 2)],
+)  # fmt: skip
 def test_chi_square(engines: Engines, options: dict[str, Any], ranks: int) -> None:
     llm = engines.get(max_num_seqs=256, tensor_parallel_size=ranks, max_num_batched_tokens=1024)
     prompt = llm.tokenizer.encode(TEXT)

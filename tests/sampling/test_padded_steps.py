@@ -25,8 +25,13 @@ class AlwaysPadded(PaddedSteps):
         return StepShape(decode_rows + 3 if prefill_rows else decode_rows + 2, bucket, has_adapters)
 
 
-@pytest.mark.parametrize("padded", [PaddedSteps, AlwaysPadded])
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24}], ids=["whole", "chunked"])
+CHUNKED = {"max_num_batched_tokens": 24}
+
+
+@pytest.mark.parametrize(
+    ("padded", "options"), [(PaddedSteps, CHUNKED), (AlwaysPadded, {}),
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in ((PaddedSteps, {}), (AlwaysPadded, CHUNKED)))],
+)  # fmt: skip
 def test_padding_changes_no_token(
     engines: Engines, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], padded: type[PaddedSteps]
 ) -> None:
