@@ -325,6 +325,18 @@ ATTACKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+IN_OTHER_FIELDS = {
+    "reasoning", "a name", "a call's name", "a tool's description", "template variables",
+    "template variables to tokenize", "a call's input", "a system message",
+    *(name for name in ATTACKS if name.endswith(("of text", "of numbers", "of objects")) and not name.startswith(CHAT)),
+}  # fmt: skip
+"""Attacks by what another field has by day, too."""
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [pytest.param(attack, id=name, marks=[pytest.mark.slow] * (name in IN_OTHER_FIELDS))
+     for name, attack in ATTACKS.items()],
+)  # fmt: skip
 def test_others_are_served_meanwhile(attack: Attack, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("fleet" if attack.on_fleet else "single").suffer(attack)

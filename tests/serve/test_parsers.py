@@ -42,7 +42,7 @@ def usual_plan(model: Model, prompt: str = "") -> Plan:
     return model.plan(prompt)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(content=words, made=st.lists(calls, max_size=3), reasoning=st.none() | words, opens=st.booleans(), cuts=steps)
 def test_messages_are_admitted_and_read_back_at_any_cut(
     model: Model, content: str, made: list[Any], reasoning: str | None, opens: bool, cuts: list[int]
@@ -64,7 +64,7 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
     assert message_of(whole) == message
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(made=st.lists(calls, min_size=1, max_size=2), end=st.integers(0, 200), cuts=steps)
 def test_an_output_that_ends_early_reads_alike_at_any_cut(
     model: Model, made: list[Any], end: int, cuts: list[int]
@@ -76,7 +76,7 @@ def test_an_output_that_ends_early_reads_alike_at_any_cut(
     assert plan.finish_reason("length", model.reader(plan, ids)) == "length"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=40).map("".join), cuts=steps)
 def test_any_text_at_all_reads_alike_at_any_cut(model: Model, text: str, cuts: list[int]) -> None:
     plan = usual_plan(model)
