@@ -17,6 +17,7 @@ CONTEXTS = [50, 0, 300, 20, 90, 65, 0]
 SPEC = AttentionSpec(4, 2, 64, scale=0.125)
 ON_CPU = AttentionSetup((SPEC,), 16, torch.device("cpu"), torch.float32)
 by_name = pytest.mark.parametrize("name", list(BACKENDS))
+pytestmark = pytest.mark.usefixtures("untraced")
 
 
 def make_backend(name: str, case: Case, specs: tuple[AttentionSpec, ...] = ()) -> AttentionBackend:

@@ -20,6 +20,7 @@ def backend(case: Any, **functions: Any) -> FlexBackend:
     return FlexBackend(setup_of(case), **functions)
 
 
+@pytest.mark.usefixtures("untraced")
 def test_a_window_and_a_softcap_given_as_functions_equal_the_models_own() -> None:
     plain, native = (make_case(QUERIES, CONTEXTS, 3, **SHAPE, **more) for more in ({}, {"window": 33, "softcap": 20.0}))
     scale = native.spec.scale / plain.spec.scale  # cases with a cap have larger scores
@@ -69,6 +70,7 @@ def tokens(**options: Any) -> list[list[int]]:
     return [output.token_ids for output in found[0]]
 
 
+@pytest.mark.usefixtures("untraced")
 def test_the_engine_serves_a_users_function() -> None:
     """In chunks and from the cache; a function that changes nothing, and one that blinds."""
     plain = tokens()

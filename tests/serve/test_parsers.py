@@ -93,7 +93,7 @@ def test_text_that_is_no_call_stays_content(model: Model) -> None:
 def test_whatever_the_model_it_can_only_write_calls(model: Model, choice: Any) -> None:
     plan = model.plan(model.closed, choice)
     ended = 0
-    for seed in range(25):
+    for seed in range(15):
         ids, whole = random_output(model, plan, seed)
         deltas = read(plan, ids, [1 + seed % 7])
         assert deltas == read(plan, ids)
