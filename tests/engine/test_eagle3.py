@@ -270,7 +270,7 @@ def test_a_head_that_is_not_there_is_named() -> None:
         LLM("demo", speculative_config={"method": "eagle3", "model": "no/such/head", "num_speculative_tokens": 3})
 
 
-@pytest.mark.parametrize("head", ["plain", "DSpark"])
+@pytest.mark.parametrize("head", ["plain", pytest.param("DSpark", marks=pytest.mark.slow)])
 def test_new_weights_leave_texts_right_and_the_head_in_place(
     head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +310,7 @@ def test_a_head_rests_while_many_run_and_as_many_wait_for_them_to_end() -> None:
         assert all(drafting.wants_entries(rows, rows - 1) for rows in range(1, 257))
 
 
-@pytest.mark.parametrize("head", ["plain", "DFlash"])
+@pytest.mark.parametrize("head", ["plain", pytest.param("DFlash", marks=pytest.mark.slow)])
 def test_a_head_rests_at_high_load_and_drafts_for_rows_of_which_it_has_all(
     head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,7 +82,7 @@ def expect_tokens_of(twin: Path, mixed: Path, **options: Any) -> None:
 ALL_BUT_ATTENTION = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": ["mlp", "lm_head"]}
 
 
-@pytest.mark.parametrize("options", [{}, TWO_RANKS])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), TWO_RANKS])
 def test_modelopts_mixed_precision(
     tmp_path: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

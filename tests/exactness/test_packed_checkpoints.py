@@ -54,7 +54,7 @@ def save_experts(family: str, folder: Path, **more: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "gptq")) for n in CASES])
 def test_int4_experts_give_the_widened_checkpoints_tokens(name: str, tmp_path: Path) -> None:
     family, layout, group, options = CASES[name]
     wide = save_experts(family, tmp_path / "wide")

@@ -60,7 +60,7 @@ def test_dense_layers_give_the_wide_checkpoints_tokens(dense: Callable[[str], tu
         assert llm.checksum() == before
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "int8")) for n in EXPERTS])
 def test_experts_give_the_wide_checkpoints_tokens(name: str, tmp_path: Path) -> None:
     family, options = EXPERTS[name]
     packed, wide = save_as(name.partition(",")[0], save_experts(family, tmp_path / "made"), tmp_path)

@@ -101,7 +101,8 @@ def test_bits_are_those_of_layers_that_keep_everything(options: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
-    "folder", ["gemma3", "gemma4", "gpt_oss", pytest.param("mistral", marks=pytest.mark.slow)], indirect=True
+    "folder", ["gemma3", "gemma4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "mistral"))],
+    indirect=True,
 )
 def test_rows_that_begin_again_gain_the_same_tokens(folder: str) -> None:
     """Where memory is so tight that rows lose it, and what windows left serves others at once."""
