@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from programs import run
 from running import nanovllm
 from serve.serving import DEMO, Server
 
@@ -104,6 +105,6 @@ def test_the_engine_alone(tmp_path: Path) -> None:
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(nanovllm("env", "--json").stdout)
+    found = json.loads(run("-m", "nanovllm", "env", "--json", forks=True))
     assert found["packages"]["torch"] and found["attention"]["backend"] in ("torch", "triton", "flash")
     assert main(["env"]) == 0 and "attention" in capsys.readouterr().out

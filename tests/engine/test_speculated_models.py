@@ -50,10 +50,10 @@ NIGHTLY = [
 def rounds(llm: LLM, folders: list[str], texts: list[list[int]]) -> list[Any]:
     """Outputs of requests, of others that go on from their texts, and all of it again with other weights. texts: gets
     whole texts, for drafters."""
-    given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=20) for i in range(len(NUMBERS))]
-    given[1] = params(temperature=1.0, seed=9, max_tokens=16, n=3, presence_penalty=0.5)
-    given[2] = params(temperature=0.0, max_tokens=16, stop_token_ids=(3, 50, 80, 101, 140, 170))
-    after, found = [params(temperature=0.0, max_tokens=8)] * len(NUMBERS), []
+    given = [params(temperature=(0.0, 0.6)[i % 2], seed=i, max_tokens=28) for i in range(len(NUMBERS))]
+    given[1] = params(temperature=1.0, seed=9, max_tokens=20, n=3, presence_penalty=0.5)
+    given[2] = params(temperature=0.0, max_tokens=20, stop_token_ids=(3, 50, 80, 101, 140, 170))
+    after, found = [params(temperature=0.0, max_tokens=12)] * len(NUMBERS), []
     for number, folder in enumerate(folders):
         first = outputs(llm, NUMBERS, given, False)
         whole = [prompt + one[0] for prompt, one in zip(NUMBERS, [*first[:2], *first[4:]], strict=True)]

@@ -30,7 +30,7 @@ from family_cases import (
 from observing import LogitRecorder, StepWitness
 from programs import run_interpreted
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 
 
 @pytest.fixture(params=list(CASES))
@@ -67,11 +67,11 @@ def expect_logits_of_transformers(model: Any, folder: Path) -> None:
         assert num_preempted > 0 and (num_cached >= 16 or has_windows)
 
 
-def compare_logits(llm: LLM, model: Any, once: bool = False) -> tuple[int, int]:
+def compare_logits(llm: LLM, model: Any, once: bool = False, greedy: SamplingParams = GREEDY) -> tuple[int, int]:
     """Returns how many tokens the last prompt found in the cache, and how many rows began again. once: in a crowd, but
     neither cached nor alone."""
     recorder, witness = LogitRecorder(llm), StepWitness().watch(llm)
-    crowd = cached = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    crowd = cached = llm.generate(PROMPTS, greedy, use_tqdm=False)
     alone: list[Any] = []
     if not once:
         cached = llm.generate(PROMPTS, replace(GREEDY, max_tokens=AGAIN), use_tqdm=False)

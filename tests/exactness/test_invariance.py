@@ -66,6 +66,13 @@ NIGHTLY = {"four ranks, tight", "two ranks, fp8", "two ranks, heads cut unevenly
 REQUESTS = make_requests()
 
 
+def in_settings(*by_day: str) -> pytest.MarkDecorator:
+    """Marks a test of an engine in all settings, of which those that are not named are nightly; none: all are by day."""
+    nightly = NIGHTLY | (SETTINGS.keys() - by_day if by_day else set())
+    params = [pytest.param(name, marks=[pytest.mark.slow] * (name in nightly)) for name in SETTINGS]
+    return pytest.mark.parametrize("case", params, indirect=True, scope="module")
+
+
 class Models:
     """Checkpoints by their configuration, with the reference's texts."""
 
@@ -94,12 +101,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(s, id=name, marks=[pytest.mark.slow] * (name in NIGHTLY)) for name, s in SETTINGS.items()],
-)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, models: Models) -> Iterator[Case]:
-    setting: Setting = request.param
+    setting = SETTINGS[request.param]
     path, expected = models.get(setting.model, setting.options.get("kv_cache_dtype", "auto"))
     with LLM(path, **{**COMMON, **setting.options}) as llm:
         yield Case(llm, StepWitness().watch(llm), setting, expected)
@@ -111,6 +115,7 @@ def test_reference_is_varied(models: Models) -> None:
     assert sum(len(set(one.token_ids)) for one in expected) > 0.5 * sum(len(one.token_ids) for one in expected)
 
 
+@in_settings()
 def test_in_a_crowd(case: Case) -> None:
     """All at once on a fresh engine: the prefix cache starts empty, and fills while they run."""
     outputs = run(case.llm, REQUESTS)
@@ -120,6 +125,8 @@ def test_in_a_crowd(case: Case) -> None:
     assert case.witness.most_rows >= case.setting.crowd
 
 
+@in_settings("defaults", "synchronous, no prefix cache", "one block a step", "room for one request", "two ranks, tight",
+             "room for one, chunked, fp8")  # fmt: skip
 def test_in_any_order_and_any_call(case: Case) -> None:
     """A later call on the same engine finds more of its prompts in the cache."""
     caching = case.llm.config.enable_prefix_caching
@@ -136,6 +143,8 @@ def begun(request: Request, expected: Expected, count: int = 8) -> tuple[Request
     return replace(request, params=params), replace(expected, token_ids=ids, margins=margins)
 
 
+@in_settings("defaults", "synchronous, no prefix cache", "blocks of 48, no chunk left over",
+             "room for one, looking ahead", "three ranks, tied, two heads in a group of six")  # fmt: skip
 def test_alone(case: Case) -> None:
     """One after another, each twice: the second time from its own cached blocks, all but the last token."""
     for i in (0, 2, 4, 9, 11):  # one token, whole blocks, the longest, a block again behind another one
@@ -152,6 +161,8 @@ def test_alone(case: Case) -> None:
             assert outputs[0].num_cached_tokens == 0
 
 
+@in_settings("defaults", "one slot", "fewer tokens than rows", "room for one, chunked", "two ranks, tight",
+             "three ranks, tied, two heads in a group of six")  # fmt: skip
 def test_in_a_loop_of_ones_own(case: Case) -> None:
     """add_request, step and abort: requests come and go at any time, and the rest do not notice."""
     draw = random.Random(4)

@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         of_replicas = metafunc.module.__name__ in ("test_live_weights", "test_pause")
         of_replicas &= "started" not in metafunc.fixturenames
         names: list[Any] = [name for name in ENGINES if name != "two replicas" or of_replicas]
-        if "how" in metafunc.fixturenames:  # mistakes: of all ranks together
+        if {"how", "options"} & {*metafunc.fixturenames}:  # kinds of mistakes, or of requests
             names[0] = pytest.param("one rank", marks=pytest.mark.slow)
         metafunc.parametrize("engine", names, indirect=True, scope="module")
 
