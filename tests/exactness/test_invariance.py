@@ -67,7 +67,7 @@ REQUESTS = make_requests()
 
 
 def in_settings(*by_day: str) -> pytest.MarkDecorator:
-    """Marks a test of an engine in all settings, of which those that are not named are nightly; none: all are by day."""
+    """Marks a test of an engine in all settings; if some are named, the others are nightly."""
     nightly = NIGHTLY | (SETTINGS.keys() - by_day if by_day else set())
     params = [pytest.param(name, marks=[pytest.mark.slow] * (name in nightly)) for name in SETTINGS]
     return pytest.mark.parametrize("case", params, indirect=True, scope="module")
