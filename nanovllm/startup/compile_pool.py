@@ -137,8 +137,8 @@ def start_compiler(config: EngineConfig, model: ModelConfig) -> KernelCompiler |
 
 
 def process_count(num_cores: int) -> int:
-    """Kernels to compile at once. A quarter of the cores is left to the ranks, which load weights meanwhile."""
-    return 0 if num_cores < _MIN_CORES else min(_MAX_PROCESSES, num_cores * 3 // 4)
+    """Kernels to compile at once. A core is left to the ranks, whose loading of weights waits for disks."""
+    return 0 if num_cores < _MIN_CORES else min(_MAX_PROCESSES, num_cores - 1)
 
 
 def stamp_path(config: EngineConfig, model: ModelConfig) -> Path:
