@@ -223,12 +223,12 @@ def test_kernels_of_a_gpu_that_need_not_be_there(name: str, tmp_path: Path) -> N
 
 def test_a_job_that_fails_is_reported_and_leaves_no_stamp(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    compiler = KernelCompiler(2, tmp_path / "stamp")
+    compiler, shares = KernelCompiler(2, tmp_path / "stamp"), list[float]()
     try:
         compiler.submit(NOT_THERE)
         compiler.submit(NOT_THERE)
         assert compiler.num_jobs == 1
-        assert not compiler.wait(60)
+        assert not compiler.wait(60, shares.append) and shares == [1.0]
         assert "no_such_kernel" in compiler.failures[0]
         compiler.mark_complete()
         assert not (tmp_path / "stamp").exists()
