@@ -86,11 +86,12 @@ def layer_cases() -> dict[str, list[Callable[[], object]]]:
     import torch
 
     from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-    from nanovllm.kernels.attention.decode_plan import DecodePlan
     from nanovllm.kernels.attention.spec import AttentionSpec
     from nanovllm.kernels.pointwise.norm import Norm, add_norms
     from nanovllm.kernels.pointwise.rope import QKNormRope, qk_norm_rope_store
 
+    lists = first_module("attention.decode_work_list", "attention.decode_plan")
+    make_list = getattr(lists, "WorkList", None) or lists.DecodePlan  # of an older checkout
     device, norm = torch.device("cuda"), Norm(bf16(HIDDEN), 1e-6)
     found: dict[str, list[Callable[[], object]]] = {}
     spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5)
@@ -99,10 +100,10 @@ def layer_cases() -> dict[str, list[Callable[[], object]]]:
         blocks = -(-CONTEXT // PAGE)
         k, v = (bf16(rows * blocks, KV_HEADS, PAGE, DIM) for _ in range(2))
         table = torch.arange(rows * blocks, dtype=torch.int32, device=device).view(rows, blocks)
-        plan = DecodePlan(KV_HEADS, DIM, None, rows, CONTEXT, device)
-        attention = DecodeAttention(spec, PAGE, plan, DecodeScratch.for_specs({spec: plan}, device))
+        work_list = make_list(KV_HEADS, DIM, None, rows, CONTEXT, device)
+        attention = DecodeAttention(spec, PAGE, work_list, DecodeScratch.for_specs({spec: work_list}, device))
         lengths = torch.full((rows,), CONTEXT, dtype=torch.int32, device=device)
-        plan.make(torch.arange(rows, dtype=torch.int32, device=device), lengths, rows)
+        work_list.make(torch.arange(rows, dtype=torch.int32, device=device), lengths, rows)
         slots = (table[:, -1] * PAGE + (CONTEXT - 1) % PAGE).int()
         qkv, out, x = bf16(rows, (HEADS + 2 * KV_HEADS) * DIM), bf16(rows, HEADS, DIM), bf16(rows, HIDDEN)
 

@@ -190,15 +190,15 @@ class Watch:
         return outputs
 
     def schedule(self) -> Any:
-        plan = self._schedule()
-        if plan is not None:
-            self._counts["chunks"] += plan.num_rows - plan.num_sample_rows
+        schedule = self._schedule()
+        if schedule is not None:
+            self._counts["chunks"] += schedule.num_rows - schedule.num_sample_rows
         stats = self._llm.stats()
         self._counts["preemptions"] = stats.num_preemptions
         self._counts["prompt tokens"], self._counts["cached tokens"] = stats.prompt_tokens, stats.prefix_cache_hits
         self._counts["drafted tokens"] = stats.spec_decode_num_draft_tokens
         self._counts["of these right"] = stats.spec_decode_num_accepted_tokens
-        return plan
+        return schedule
 
 
 def children() -> set[int]:

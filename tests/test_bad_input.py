@@ -163,7 +163,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_that_the_machine_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so before it loads them."""
-    monkeypatch.setattr("nanovllm.runner.memory_plan.usable_memory", lambda: 2**20)
+    monkeypatch.setattr("nanovllm.runner.footprint.usable_memory", lambda: 2**20)
     monkeypatch.setattr("nanovllm.runner.rank_weights.load_checkpoint", lambda *_: pytest.fail("loads"))
     with pytest.raises(ValueError, match=r"model='.*demo-qwen3': .* \d\.\d GiB in float32, must be at most 0\.0"):
         LLM("demo", device="cpu")

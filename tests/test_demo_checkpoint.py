@@ -98,13 +98,13 @@ def ask(llm: LLM, messages: list[dict[str, Any]], tools: list[Any] | None, **opt
     front = CheckpointTokenizer(DEMO)
     choice = check_tools(tools, options.pop("tool_choice", None))
     prompt, ids = front.encode_chat(messages, tools, chat_template_kwargs=options)
-    plan = OutputParser(front).plan(prompt, choice)
-    params = replace(GREEDY, structured_outputs=plan.structured)
+    syntax = OutputParser(front).syntax(prompt, choice)
+    params = replace(GREEDY, structured_outputs=syntax.structured)
     [output] = llm.generate([ids], params, use_tqdm=False)
-    reader, detokenizer = plan.reader(), plan.detokenizer()
+    reader, detokenizer = syntax.reader(), syntax.detokenizer()
     text = "".join(map(detokenizer.push, output.token_ids)).removesuffix("<|im_end|>")
     deltas = [Delta("content", text)] if reader is None else joined(reader.push(text) + reader.finish())
-    return deltas, plan.finish_reason(str(output.finish_reason), reader)
+    return deltas, syntax.finish_reason(str(output.finish_reason), reader)
 
 
 @pytest.mark.parametrize("think", [False, True])

@@ -138,9 +138,9 @@ def test_recipes_send_json_and_quote_what_plan_prints(capsys: pytest.CaptureFixt
     assert len(requests) >= 10
     for body in requests:
         assert json.loads(body)["messages"]
-    plans = re.findall(r"\$ nanovllm (plan .*)\n((?:    .*\n|\n(?=    ))+)", page)
-    assert len(plans) >= 2
-    for arguments, quoted in plans:
+    commands = re.findall(r"\$ nanovllm (plan .*)\n((?:    .*\n|\n(?=    ))+)", page)
+    assert len(commands) >= 2
+    for arguments, quoted in commands:
         assert main(shlex.split(arguments)) == 0
         assert [line[4:] for line in quoted.splitlines()] == capsys.readouterr().out.splitlines()
 

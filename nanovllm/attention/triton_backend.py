@@ -9,11 +9,11 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, AttentionSetup, AttentionSpec, KVCache
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-from nanovllm.kernels.attention.decode_plan import DecodePlan
-from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
+from nanovllm.kernels.attention.decode_work_list import WorkList
+from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
 from nanovllm.kernels.fp8.operands import FP8Rows
-from nanovllm.kernels.latent.decode import LatentDecode, LatentPlan
+from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
 from nanovllm.kernels.plan.device import Device
 from nanovllm.kernels.plan.plan import NO_LAUNCH, Launch
@@ -40,7 +40,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     widest = 512
     """Largest head_dim."""
-    _plan = DecodePlan
+    _work_list = WorkList
 
     def __init__(self, setup: AttentionSetup) -> None:
         super().__init__(setup)
@@ -48,23 +48,23 @@ class TritonBackend(AttentionBackend):
         if rows > MAX_NUM_SEQS:
             raise ValueError(f"max_num_seqs={rows}: attention_backend={self.name!r} takes at most {MAX_NUM_SEQS}")
         sizes, fp8 = (rows, setup.max_model_len, device), setup.has_fp8_cache
-        plans: dict[tuple[int, int, int | None, int], DecodePlan] = {}
-        self.plans: dict[AttentionSpec, DecodePlan] = {}
+        work_lists: dict[tuple[int, int, int | None, int], WorkList] = {}
+        self.work_lists: dict[AttentionSpec, WorkList] = {}
         self.prefill: dict[AttentionSpec, PrefillAttention] = {}
         for spec in setup.specs:
-            plan_type = self._plan if spec.value_dim is None else LatentPlan
-            together = plan_type.places_together(setup.places, spec.group_size, spec.head_dim, fp8)
+            kind_of_list = self._work_list if spec.value_dim is None else LatentWorkList
+            together = kind_of_list.places_together(setup.places, spec.group_size, spec.head_dim, fp8)
             kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-            plan = plan_type(*kind, *sizes, fp8=fp8, places=setup.places, together=together)
-            self.plans[spec] = plans.setdefault((*kind, together), plan)
+            work_list = kind_of_list(*kind, *sizes, fp8=fp8, places=setup.places, together=together)
+            self.work_lists[spec] = work_lists.setdefault((*kind, together), work_list)
             prefill = PrefillAttention if spec.value_dim is None else LatentPrefill
             self.prefill[spec] = prefill(spec, block_size, rows, device, self._prefill_config(spec))
         if setup.places > 1:
-            logger.info("decode attention: %s", "; ".join(sorted({plan.why for plan in plans.values()})))
-        scratch = DecodeScratch.for_specs(self.plans, device)
+            logger.info("decode attention: %s", "; ".join(sorted({each.why for each in work_lists.values()})))
+        scratch = DecodeScratch.for_specs(self.work_lists, device)
         self.decode = {
-            spec: (DecodeAttention if spec.value_dim is None else LatentDecode)(spec, block_size, plan, scratch)
-            for spec, plan in self.plans.items()
+            spec: (DecodeAttention if spec.value_dim is None else LatentDecode)(spec, block_size, work_list, scratch)
+            for spec, work_list in self.work_lists.items()
         }
 
     def _prefill_config(self, spec: AttentionSpec) -> PrefillConfig:
@@ -91,7 +91,7 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def _check_latents(cls, spec: AttentionSpec, setup: AttentionSetup) -> None:
         where, rope = f"attention_backend={cls.name!r}", spec.head_dim - spec.out_dim
-        if cls._plan.fixed_order:
+        if cls._work_list.fixed_order:
             raise ValueError(f"exact_bits: {where} has no fixed order for latent attention")
         if spec.out_dim % 8 or rope % 8 or spec.out_dim > 512 or not 8 <= rope <= 128:
             raise ValueError(
@@ -101,14 +101,14 @@ class TritonBackend(AttentionBackend):
             raise ValueError(f"kv_cache_dtype='fp8': {where} keeps latents in the model's dtype")
 
     def prefer_small_shared_memory(self, wanted: bool) -> None:
-        for plan in self.plans.values():
-            plan.prefer_small_shared_memory(wanted)
+        for work_list in self.work_lists.values():
+            work_list.prefer_small_shared_memory(wanted)
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Plans the decode rows in this object's buffers: one step at a time is between prepare and last forward."""
+        """Lists decodes' work in this object's buffers: one step at a time is between prepare and last forward."""
         if metadata.num_decode_rows:
-            for plan in dict.fromkeys(self.plans.values()):
-                plan.make(metadata.row_slot, metadata.context_lens, metadata.num_decode_rows)
+            for work_list in dict.fromkeys(self.work_lists.values()):
+                work_list.make(metadata.row_slot, metadata.context_lens, metadata.num_decode_rows)
         metadata.workspace = self._prepare_prefill(metadata) if metadata.num_prefill_rows else ()
 
     def forward(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
@@ -130,9 +130,9 @@ class TritonBackend(AttentionBackend):
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows
         cu_seqlens_q, context_lens = metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
-        planners = {prefill.config.block_m: prefill for prefill in self.prefill.values()}
+        kinds = {prefill.config.block_m: prefill for prefill in self.prefill.values()}
         num_tokens = metadata.num_tokens - n
-        tiles = {block_m: each.plan(cu_seqlens_q, context_lens, num_tokens) for block_m, each in planners.items()}
+        tiles = {block_m: each.list_tiles(cu_seqlens_q, context_lens, num_tokens) for block_m, each in kinds.items()}
         return PrefillRows(metadata.row_slot[n:], context_lens, cu_seqlens_q, tiles)
 
     def _forward_prefill(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
@@ -146,8 +146,8 @@ class TritonBackend(AttentionBackend):
             prefill(q, cache.k, cache.v, *places, sinks, cache.scales, cache.mixed)
 
     def warmup(self, cache: KVCache, spec: AttentionSpec) -> None:
-        """Launches both kernels once, with every size class of the decode plan."""
-        for rows in self.plans[spec].size_classes():
+        """Launches both kernels once, with every size class of the work list."""
+        for rows in self.work_lists[spec].size_classes():
             self._warmup_step(cache, spec, num_decode=rows, num_prefill=0)
         self._warmup_step(cache, spec, num_decode=0, num_prefill=1)
 
@@ -175,7 +175,7 @@ class FixedOrderTritonBackend(TritonBackend):
     """Sums in one order (kernels/attention/fixed_order.py), which gives a token the same bits in every step."""
 
     widest = 256  # two accumulators of wider ones do not fit in registers
-    _plan = FixedOrderPlan
+    _work_list = FixedOrderWorkList
 
     def _prefill_config(self, spec: AttentionSpec) -> PrefillConfig:
         return fixed_order_config(spec.head_dim)

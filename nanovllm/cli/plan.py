@@ -16,7 +16,7 @@ from nanovllm.models.files import CONFIGURATION, check_configuration, fetch
 from nanovllm.models.registry import is_hub_id, read_model_config
 
 if TYPE_CHECKING:
-    from nanovllm.runner.memory_plan import Gpu, RankPlan
+    from nanovllm.runner.footprint import Footprint, Gpu
 
 _GIB = 1 << 30
 _LENGTHS = (4096, 32768)
@@ -44,19 +44,19 @@ def run(parser: Parser, arguments: list[str]) -> int:
     gpu = _gpu(given.gpu)
     config, model, note = _read(config, gpu)
     from nanovllm.models.drafters import with_drafter
-    from nanovllm.runner.memory_plan import plan_rank
+    from nanovllm.runner.footprint import footprint_of
 
     model = with_drafter(config, model)
-    plans, refused = [], {}
+    footprints, refused = [], {}
     sizes = [config.tensor_parallel_size] if "tensor_parallel_size" in options else [1, 2, 4, MAX_TENSOR_PARALLEL_SIZE]
     for size in sizes:
         try:
-            plan = plan_rank(_settled(replace(config, tensor_parallel_size=size), model, gpu), model, gpu)
-            assert plan.blocks  # or it raises
-            plans.append(plan)
+            footprint = footprint_of(_settled(replace(config, tensor_parallel_size=size), model, gpu), model, gpu)
+            assert footprint.blocks  # or it raises
+            footprints.append(footprint)
         except ValueError as error:
             refused[size] = str(error)
-    if not plans:
+    if not footprints:
         raise ValueError(refused[sizes[-1]])
     longest = config.max_model_len or model.usual_context
     lengths = given.length or sorted({min(length, longest) for length in (*_LENGTHS, longest)})
@@ -64,11 +64,11 @@ def run(parser: Parser, arguments: list[str]) -> int:
         if not 1 <= length <= longest:
             refuse("--length", length, f"in 1..{longest}, the longest context")
     if given.json:
-        found = {"gpu": gpu.device.name, "plans": [_as_dict(plan, lengths) for plan in plans], "refused": refused}
+        found = {"gpu": gpu.device.name, "plans": [_as_dict(each, lengths) for each in footprints], "refused": refused}
         print(json.dumps(found))
     else:
         rest = (f"ranks={size}: {why}" for size, why in refused.items())
-        print("\n".join([*_heading(config, model, gpu, plans[0], note), "", *_table(plans, lengths), *rest]))
+        print("\n".join([*_heading(config, model, gpu, footprints[0], note), "", *_table(footprints, lengths), *rest]))
     return 0
 
 
@@ -108,7 +108,7 @@ def _settled(config: EngineConfig, model: ModelConfig, gpu: "Gpu") -> EngineConf
 
 
 def _gpu(name: str) -> "Gpu":
-    from nanovllm.runner.memory_plan import GPUS, Gpu
+    from nanovllm.runner.footprint import GPUS, Gpu
 
     known = {each.lower(): gpu for each, gpu in GPUS.items()}
     if name.lower() in known:
@@ -119,46 +119,46 @@ def _gpu(name: str) -> "Gpu":
     refuse("--gpu", name, f"a size in GiB, or one of {', '.join(GPUS)}")
 
 
-def _heading(config: EngineConfig, model: ModelConfig, gpu: "Gpu", plan: "RankPlan", note: str) -> Iterator[str]:
+def _heading(config: EngineConfig, model: ModelConfig, gpu: "Gpu", footprint: "Footprint", note: str) -> Iterator[str]:
     settled = _settled(config, model, gpu)
     held = sorted({found.method for spec in model.layers for found in spec.formats})
     weights = f"weights in {', '.join(held) or settled.dtype}"
     yield f"{model.wrapper or model.architecture}: {len(model.layers)} layers, {weights}; {note}"
-    yield f"{gpu.device.name}: {gpu.total / _GIB:.1f} GiB, of which {plan.option}"
-    for pages, (layers, nbytes) in plan.token_bytes.items():
+    yield f"{gpu.device.name}: {gpu.total / _GIB:.1f} GiB, of which {footprint.option}"
+    for pages, (layers, nbytes) in footprint.token_bytes.items():
         seen = "all keys" if pages.window is None else f"a window of {pages.window}"
-        shape = f"{pages.heads} x {pages.widths[0]} on a rank of {plan.ranks}"
+        shape = f"{pages.heads} x {pages.widths[0]} on a rank of {footprint.ranks}"
         yield f"KV cache: {layers} layers that see {seen}, {shape}: {nbytes / 1024:.1f} KiB a token"
-    if plan.slots:
-        yield f"States of fixed size: {plan.num_lines}, each of {plan.line_bytes / (1 << 20):.1f} MiB"
+    if footprint.slots:
+        yield f"States of fixed size: {footprint.num_lines}, each of {footprint.line_bytes / (1 << 20):.1f} MiB"
     most = f"{config.max_num_seqs} requests at once, steps of {config.max_num_batched_tokens:,} tokens"
     yield f"{most}, contexts of up to {settled.max_model_len:,}"
 
 
-def _table(plans: list["RankPlan"], lengths: list[int]) -> Iterator[str]:
-    columns = ["ranks", *plans[0].parts, "blocks", "tokens"]
+def _table(footprints: list["Footprint"], lengths: list[int]) -> Iterator[str]:
+    columns = ["ranks", *footprints[0].parts, "blocks", "tokens"]
     columns += [f"users of {length:,}" for length in lengths]
     rows = []
-    for plan in plans:
-        counts = (plan.blocks, plan.tokens, *map(plan.users, lengths))
-        sizes = (f"{size / _GIB:.2f}" for size in plan.parts.values())
-        rows.append([str(plan.ranks), *sizes, *(f"{count:,}" for count in counts)])
+    for footprint in footprints:
+        counts = (footprint.blocks, footprint.tokens, *map(footprint.users, lengths))
+        sizes = (f"{size / _GIB:.2f}" for size in footprint.parts.values())
+        rows.append([str(footprint.ranks), *sizes, *(f"{count:,}" for count in counts)])
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
     yield "Sizes are GiB of a rank. Step, graphs and libraries are estimates, which an engine measures."
 
 
-def _as_dict(plan: "RankPlan", lengths: list[int]) -> dict[str, Any]:
+def _as_dict(footprint: "Footprint", lengths: list[int]) -> dict[str, Any]:
     groups = [
         {
             "window": pages.window, "kv_heads": pages.heads, "head_dim": pages.widths[0], "layers": layers,
             "token_bytes": nbytes,
         }
-        for pages, (layers, nbytes) in plan.token_bytes.items()
+        for pages, (layers, nbytes) in footprint.token_bytes.items()
     ]  # fmt: skip
     return {
-        "tensor_parallel_size": plan.ranks, **plan.parts, "kv_cache": groups,
-        "num_kvcache_blocks": plan.blocks, "tokens": plan.tokens,
-        "users": {str(length): plan.users(length) for length in lengths},
+        "tensor_parallel_size": footprint.ranks, **footprint.parts, "kv_cache": groups,
+        "num_kvcache_blocks": footprint.blocks, "tokens": footprint.tokens,
+        "users": {str(length): footprint.users(length) for length in lengths},
     }  # fmt: skip

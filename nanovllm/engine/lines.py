@@ -30,9 +30,9 @@ class LinePool:
         self._readers: Counter[int] = Counter()
         """Number of rows that have not left a line which they begin with: it must not be written yet."""
         self._left: list[int] = []
-        """Lines that rows of the step being planned read for the last time."""
+        """Lines that rows of the step being scheduled read for the last time."""
         self._being_written: dict[bytes, int] = {}
-        """Lines that get a state in the step being planned."""
+        """Lines that get a state in the step being scheduled."""
         self._forgotten: set[int] = set()
         """Lines with readers whose states are kept no more."""
         self._lent: dict[int, RowPages] = {}
@@ -50,7 +50,7 @@ class LinePool:
         return bool(self._unused) or any(not self._readers[line] for line in self._kept.values())
 
     def begin_step(self) -> None:
-        """Begins the plan of the step after the one that was launched last."""
+        """Begins the step after the one that was launched last."""
         self._kept.update(self._being_written)
         self._being_written.clear()
         for line in self._left:
@@ -58,7 +58,7 @@ class LinePool:
         self._left.clear()
 
     def columns(self, seqs: list[Sequence], keeps: Mapping[Sequence, tuple[int, int]]) -> list[list[int]]:
-        """Lines that the rows of a step read, write and keep, and the tokens before these are kept (StepPlan.keeps)."""
+        """Lines that the rows of a step read, write and keep, and the tokens before these are kept (Schedule.keeps)."""
         rows, kept = [seq.memory for seq in seqs], [keeps.get(seq, (NO_LINE, 0)) for seq in seqs] if keeps else []
         found = [[row.read_line for row in rows], [row.line for row in rows]]
         for row in rows:
@@ -119,7 +119,7 @@ class LinePool:
         return line
 
     def keep(self, key: bytes) -> int:
-        """Line for a state that a row passes in the step being planned; NO_LINE: it is kept, or there is no room."""
+        """Line for a state that a row passes in the step being scheduled; NO_LINE: it is kept, or there is no room."""
         if key in self._kept:
             self._kept.move_to_end(key)
         elif key not in self._being_written and self.has_free:

@@ -13,10 +13,10 @@ from nanovllm.engine.embeddings import finished
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.engine_stats import ITERATION_TOKENS, EngineStats
 from nanovllm.engine.sampling.section import StepSampling, sampling_of, take_scores
+from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.trace import Trace
 from nanovllm.engine.work import Work
 from nanovllm.executor.protocol import Executor
@@ -27,7 +27,7 @@ from nanovllm.wire.sampling import append_section
 class Launched(NamedTuple):
     """Step that was launched and not collected. `sampling`: what its rows need beyond greedy and temperature."""
 
-    plan: StepPlan
+    schedule: Schedule
     sampling: StepSampling | None
 
 
@@ -93,10 +93,10 @@ class EngineLoop(Work):
         try:
             gained = self.take_unreported()
             self._drain_inbox(gained)
-            plan = None if is_held else self.scheduler.schedule()
-            if plan is not None:
-                self._launch(plan)
-            depth = 1 if plan is not None and self.config.uses("async_scheduling") else 0
+            schedule = None if is_held else self.scheduler.schedule()
+            if schedule is not None:
+                self._launch(schedule)
+            depth = 1 if schedule is not None and self.config.uses("async_scheduling") else 0
             while len(self._launched) > depth:
                 self._collect(gained)
             return gained
@@ -115,35 +115,35 @@ class EngineLoop(Work):
                     self.scheduler.abort(seq)
                     self._end(seq, None, step, time.perf_counter())
 
-    def _launch(self, plan: StepPlan) -> None:
-        packed = plan.pack(self.config.max_num_seqs)
+    def _launch(self, schedule: Schedule) -> None:
+        packed = schedule.pack(self.config.max_num_seqs)
         speculates = self.executor.tokens_per_step > 1
-        sampling = sampling_of(plan, self.config.max_num_seqs, speculates) if self._num_sampling else None
+        sampling = sampling_of(schedule, self.config.max_num_seqs, speculates) if self._num_sampling else None
         if sampling is not None:
             packed = append_section(packed, sampling.section)
         now = time.perf_counter()  # before the launch, which takes the whole step on a CPU
-        for slot, digest in plan.adapters:
+        for slot, digest in schedule.adapters:
             self.executor.call("adapters.place", slot, digest)
         self.executor.launch(packed)
-        self._launched.append(Launched(plan, sampling))
-        self._iterations[bisect_left(ITERATION_TOKENS, plan.num_tokens)] += 1
-        self.num_decode_tokens += plan.num_old_rows * plan.places
-        self.num_prefill_tokens += plan.num_prefill_tokens
+        self._launched.append(Launched(schedule, sampling))
+        self._iterations[bisect_left(ITERATION_TOKENS, schedule.num_tokens)] += 1
+        self.num_decode_tokens += schedule.num_old_rows * schedule.places
+        self.num_prefill_tokens += schedule.num_prefill_tokens
         if self._trace is not None:
-            self._trace.launched(plan, now)
-        for seq in plan.new_slots:
+            self._trace.launched(schedule, now)
+        for seq in schedule.new_slots:
             if seq.metrics.first_scheduled_time is None:
                 seq.metrics.first_scheduled_time = now
 
     def _collect(self, step: Step) -> None:
         """Waits for the oldest launched step, and adds what it gained to `step`. A loop over all rows: kept lean."""
         tokens, scores = self.executor.collect()
-        plan, sampling = self._launched.popleft()
+        schedule, sampling = self._launched.popleft()
         num_drafted = tokens.pop() if self.executor.tokens_per_step > 1 else None
         if scores is not None and scores.pooled is not None:
-            self._take_pooled(plan, scores.pooled)
+            self._take_pooled(schedule, scores.pooled)
             scores = None
-        gained = self.scheduler.apply(plan, tokens, num_drafted)
+        gained = self.scheduler.apply(schedule, tokens, num_drafted)
         if scores is not None:
             assert sampling is not None
             take_scores(sampling, gained, scores)
@@ -171,10 +171,10 @@ class EngineLoop(Work):
                 seq.metrics.token_times.clear()
             self._end(seq, None if is_dropped else token_id, step, now)
 
-    def _take_pooled(self, plan: StepPlan, rows: np.ndarray) -> None:
+    def _take_pooled(self, schedule: Schedule, rows: np.ndarray) -> None:
         """Gives the rows that this step ends their embeddings. `rows`: float32 [sample rows, hidden]."""
         assert self._pooling is not None
-        for seq, row in zip(plan.seqs, rows, strict=False):
+        for seq, row in zip(schedule.seqs, rows, strict=False):
             seq.pooled = finished(row, self._pooling)
 
     def _end(self, seq: Sequence, token_id: int | None, step: Step, now: float) -> None:
@@ -195,9 +195,9 @@ class EngineLoop(Work):
     # -- around steps -------------------------------------------------------------------------------------------
 
     @property
-    def running_step(self) -> StepPlan | None:
+    def running_step(self) -> Schedule | None:
         """Oldest step that was launched and not collected."""
-        return self._launched[0].plan if self._launched else None
+        return self._launched[0].schedule if self._launched else None
 
     def settle(self, then: Callable[[], None] = lambda: None) -> None:
         """Collects all launched steps, whose outputs the next step hands out, then calls `then`. If either is

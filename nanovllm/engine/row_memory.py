@@ -201,7 +201,7 @@ class RowMemory:
             self.lines.save(seq, self.cache.key_of(seq, number))
 
     def expect_states(self, seqs: Iterable[Sequence]) -> dict[Sequence, tuple[int, int]]:
-        """StepPlan.keeps of the decodes of a planned step, where steps verify drafts: each keeps the state that it has
+        """Schedule.keeps of the decodes of a scheduled step, where steps verify drafts: each keeps the state that it
         passed, and has a line for the one after its next whole block, if it may get there and a line is to spare."""
         found = {}
         for seq in seqs if self._verifies else ():
@@ -219,7 +219,7 @@ class RowMemory:
     def note_passed(
         self, keeps: Mapping[Sequence, tuple[int, int]], results: Iterable[tuple[Sequence, int]]
     ) -> Iterable[tuple[Sequence, int]]:
-        """Notes which decodes of a step, of which these are StepPlan.keeps, have got past the block whose state they
+        """Notes which decodes of a step, of which these are Schedule.keeps, have got past the block whose state they
         keep. results: the tokens that the step brings, before they are taken in; returns them."""
         if not keeps:
             return results

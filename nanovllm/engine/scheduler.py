@@ -18,9 +18,9 @@ from nanovllm.engine.drafting import Drafting, PlaceCost
 from nanovllm.engine.lookahead import Lookahead
 from nanovllm.engine.prefix_cache import CachedPrefix
 from nanovllm.engine.row_memory import RowMemory
+from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.slots import RowSlots
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.engine.waiting import WaitingQueues, has_begun
 from nanovllm.speculative import most_places
 from nanovllm.wire.state import StateSize, table_width
@@ -48,7 +48,7 @@ class Scheduler:
         self.waiting = WaitingQueues(config.long_prefill_threshold)
         self.holds_new = False
         """Whether requests that have not begun must wait, whatever room there is."""
-        self._last_plan: StepPlan | None = None
+        self._last_schedule: Schedule | None = None
         self.num_preemptions = 0
         """Number of times that a row has lost its blocks to an older one."""
         self.num_prompt_tokens = 0
@@ -87,54 +87,54 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Puts every running row back into the queue with nothing computed: its KV is no longer valid."""
-        self._last_plan = None
+        self._last_schedule = None
         while self.running:
             self._preempt_newest()
         self.memory.forget_cached()
 
     def keep_all(self) -> None:
         """Lets running rows go on with their KV, which no other row may share from here on."""
-        self._last_plan = None
+        self._last_schedule = None
         for seq in self.running:
             self.memory.cache.withhold(seq)
         self.memory.forget_cached()
 
     def reset_prefix_cache(self) -> None:
         """Lets rows that begin from here on share nothing that was computed before. Running rows go on."""
-        self._last_plan = None
+        self._last_schedule = None
         for seq in self.running:
             self.memory.cache.withhold(seq, self.memory.num_blocks_for(seq.num_computed_tokens))
         self.memory.forget_cached()
 
     # -- one step -----------------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
-        """Plans the next step, once the last is launched. None: no row is there, or can go on before results arrive."""
-        self._publish_last_plan()
+    def schedule(self) -> Schedule | None:
+        """Schedules the next step, once the last is launched. None: no row can go on, or can before results arrive."""
+        self._publish_last_schedule()
         if (lines := self.memory.lines) is not None:
             lines.begin_step()
-        plan = StepPlan()
-        budget = self._schedule_decodes(plan, self.config.max_num_batched_tokens)
+        schedule = Schedule()
+        budget = self._schedule_decodes(schedule, self.config.max_num_batched_tokens)
         prompts = [seq for seq in self.running if not seq.last_token_on_device]
         if prompts or self.waiting:
-            self._schedule_prompts(plan, prompts, budget)
-        if plan.seqs:
+            self._schedule_prompts(schedule, prompts, budget)
+        if schedule.seqs:
             if self.config.model_drafts:
                 rows, waiting = len(self.running), len(self.waiting)
                 soon, drafting = min(waiting, self.slots.num_free, self.memory.room_beside(rows)), self.drafting
-                plan.enter(drafting.wants_entries(rows + soon, waiting - soon), drafting.wants_drafts(self.running))
-            plan.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
+                schedule.enter(drafting.wants_entries(rows + soon, waiting - soon), drafting.wants_drafts(self.running))
+            schedule.block_copies, self.memory.pool.copies = self.memory.pool.copies, []
             if lines is not None:
-                plan.keeps |= self.memory.expect_states(plan.seqs[: plan.num_old_rows])
-                plan.lines = lines.columns(plan.seqs, plan.keeps)
-            self._last_plan, plan.num_adapted = plan, self.slots.num_adapted(plan.seqs)
-        return self._last_plan
+                schedule.keeps |= self.memory.expect_states(schedule.seqs[: schedule.num_old_rows])
+                schedule.lines = lines.columns(schedule.seqs, schedule.keeps)
+            self._last_schedule, schedule.num_adapted = schedule, self.slots.num_adapted(schedule.seqs)
+        return self._last_schedule
 
-    def _schedule_decodes(self, plan: StepPlan, budget: int) -> int:
+    def _schedule_decodes(self, schedule: Schedule, budget: int) -> int:
         """Adds the rows whose last token is sampled, oldest first; makes room by preempting the newest."""
-        seqs, starts, left, gained = plan.seqs, plan.starts, budget, 1
+        seqs, starts, left, gained = schedule.seqs, schedule.starts, budget, 1
         lengths, most_new = (seq.num_tokens for seq in self.running), min(self.slots.num_free, len(self.waiting))
-        plan.places = places = self.drafting.places(len(self.running), most_new, budget, lengths)
+        schedule.places = places = self.drafting.places(len(self.running), most_new, budget, lengths)
         are_bounds = places > 1 or self._num_wide_in_flight > 0
         for seq in self.running:  # _grow may shorten the list from its end meanwhile; iteration then ends earlier
             if left < places:
@@ -149,7 +149,7 @@ class Scheduler:
             end = seq.num_computed_tokens + 1
             if are_bounds:
                 end, gained = seq.next_end(places), places
-            if end > seq.memory.num_reserved_tokens and not self._grow(plan, seq, end):
+            if end > seq.memory.num_reserved_tokens and not self._grow(schedule, seq, end):
                 continue  # it was the newest itself and had to go
             seqs.append(seq)
             starts.append(end - 1)
@@ -157,36 +157,36 @@ class Scheduler:
             seq.num_inflight_tokens += gained
             seq.num_inflight_drafts += gained - 1
             left -= places
-        plan.num_old_rows = plan.num_decode_rows = plan.num_sample_rows = len(seqs)
-        plan.num_tokens, plan.counts = places * len(seqs), [1] * len(seqs)
+        schedule.num_old_rows = schedule.num_decode_rows = schedule.num_sample_rows = len(seqs)
+        schedule.num_tokens, schedule.counts = places * len(seqs), [1] * len(seqs)
         if self.config.enable_lora:
-            plan.sort_decodes()
+            schedule.sort_decodes()
         self._num_wide_in_flight += places > 1
         return left
 
-    def _grow(self, plan: StepPlan, seq: Sequence, end: int) -> bool:
+    def _grow(self, schedule: Schedule, seq: Sequence, end: int) -> bool:
         """Gives `seq` blocks for its tokens up to `end`. False: `seq` itself was preempted, being the newest."""
         while not self.memory.can_grow(seq, end):
             self.num_preemptions += 1
             if self._preempt_newest() is seq:
                 return False
-        plan.block_updates += self.memory.reserve(seq, end - seq.num_computed_tokens)
+        schedule.block_updates += self.memory.reserve(seq, end - seq.num_computed_tokens)
         self.memory.save_state(seq)
         return True
 
-    def _schedule_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> None:
+    def _schedule_prompts(self, schedule: Schedule, prompts: list[Sequence], budget: int) -> None:
         """Adds chunks of prompts: of `prompts`, which have begun, and of rows that wait."""
-        if plan.num_decode_rows:
-            num_decodes, num_waiting = plan.num_decode_rows * plan.places, self.waiting.num_tokens
+        if schedule.num_decode_rows:
+            num_decodes, num_waiting = schedule.num_decode_rows * schedule.places, self.waiting.num_tokens
             most, is_dense = self.drafting.most_places, self._is_dense
             budget = min(budget, most_prompt_tokens(self.config, is_dense, num_decodes, num_waiting, prompts, most))
-        chunks, budget = self._continue_prompts(plan, prompts, budget)
+        chunks, budget = self._continue_prompts(schedule, prompts, budget)
         prompts = [seq for seq in prompts if seq.status is SequenceStatus.RUNNING]
-        self._admit(plan, prompts, budget, chunks)
+        self._admit(schedule, prompts, budget, chunks)
         for seq, count in sorted(chunks, key=is_partial):  # those that finish first, else in this order
-            self._add_row(plan, seq, count)
+            self._add_row(schedule, seq, count)
 
-    def _continue_prompts(self, plan: StepPlan, prompts: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
+    def _continue_prompts(self, schedule: Schedule, prompts: list[Sequence], budget: int) -> tuple[list[Chunk], int]:
         """Continues prompts that an earlier step began, in order of admission. Returns their chunks, and the budget
         that is left for others: 0 where a prompt lacks memory for its layers with windows."""
         chunks: list[Chunk] = []
@@ -198,13 +198,13 @@ class Scheduler:
             if seq.status is not SequenceStatus.RUNNING:
                 continue  # preempted for one before it
             count = self.memory.prepare(seq, self._chunk(seq.num_tokens_to_compute, budget, short_waits))
-            while not (count or chunks or plan.seqs) and self.running[-1] is not seq:  # or nobody would get on
+            while not (count or chunks or schedule.seqs) and self.running[-1] is not seq:  # or nobody would get on
                 self._preempt_newest()
                 self.num_preemptions += 1
                 count = self.memory.prepare(seq, 1)
             assert count or len(self.running) > 1, seq  # beside rows whose last tokens are on their way
             if count:
-                plan.block_updates += self.memory.reserve(seq, count)
+                schedule.block_updates += self.memory.reserve(seq, count)
                 chunks.append((seq, count))
                 budget -= count
             else:
@@ -219,7 +219,7 @@ class Scheduler:
             count = min(count, self.config.long_prefill_threshold, max(1, budget // 2))
         return count
 
-    def _admit(self, plan: StepPlan, prompts: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
+    def _admit(self, schedule: Schedule, prompts: list[Sequence], budget: int, chunks: list[Chunk]) -> None:
         """Takes waiting requests in order of arrival, until budget, slots, memory or the partial-prefill limits end.
 
         A row is admitted only where all its known tokens fit, and gets their blocks at once. So a chunk never waits for
@@ -248,29 +248,29 @@ class Scheduler:
             prefix, count = memory.fit(seq, prefix, count)
             if not count or (self.running and not self.lookahead.fits(seq, prefix, self.running)):
                 break
-            if len(plan.block_updates) // UPDATE_SIZE + memory.num_updates(seq, prefix, count) > self._most_updates:
+            if len(schedule.block_updates) // UPDATE_SIZE + memory.num_updates(seq, prefix, count) > self._most_updates:
                 break
             remaining = seq.num_tokens - prefix.num_tokens
             if count < remaining and num_partial >= self.config.max_num_partial_prefills:
                 break
             waiting.remove(seq)
-            self._start(plan, seq, prefix, count)
+            self._start(schedule, seq, prefix, count)
             memory.cache.note_computing(seq)
             num_long += waiting.is_long(remaining)
             budget -= count
-            if remaining == plan.places == 1 and not (seq.sampling and seq.sampling.num_prompt_logprobs_missing):
-                self._add_decode(plan, seq)
+            if remaining == schedule.places == 1 and not (seq.sampling and seq.sampling.num_prompt_logprobs_missing):
+                self._add_decode(schedule, seq)
             else:
                 chunks.append((seq, count))
                 num_partial += count < remaining
         waiting.put_back_held()
         self.slots.end_admissions(waiting.adapters.keys())
 
-    def _start(self, plan: StepPlan, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
+    def _start(self, schedule: Schedule, seq: Sequence, prefix: CachedPrefix, count: int) -> None:
         """Gives a waiting row a slot and memory. `count`: number of tokens that it computes first."""
         self.memory.admit(seq, prefix, count)
         seq.status = SequenceStatus.RUNNING
-        self.slots.take(seq, plan)
+        self.slots.take(seq, schedule)
         seq.num_computed_tokens = seq.num_cached_tokens = prefix.num_tokens
         if seq.num_prompt_cached_tokens is None:
             seq.num_prompt_cached_tokens = min(prefix.num_tokens, seq.num_prompt_tokens)
@@ -279,43 +279,43 @@ class Scheduler:
                 self.num_prompt_cached_tokens += seq.num_prompt_cached_tokens
         self.running.append(seq)
         self.lookahead.note_admitted(seq)
-        plan.block_updates += self.memory.all_updates(seq)
+        schedule.block_updates += self.memory.all_updates(seq)
 
-    def _add_row(self, plan: StepPlan, seq: Sequence, count: int) -> None:
+    def _add_row(self, schedule: Schedule, seq: Sequence, count: int) -> None:
         """Adds a row that computes its next `count` tokens, and gains a token where these are its last."""
         start = seq.num_computed_tokens
-        plan.seqs.append(seq)
-        plan.starts.append(start)
-        plan.counts.append(count)
-        plan.host_token_ids += seq.token_ids[start : start + count]
-        plan.num_tokens += count
+        schedule.seqs.append(seq)
+        schedule.starts.append(start)
+        schedule.counts.append(count)
+        schedule.host_token_ids += seq.token_ids[start : start + count]
+        schedule.num_tokens += count
         if self.memory.lines is not None:
-            plan.keeps[seq] = self.memory.keep_within(seq, start, count)
+            schedule.keeps[seq] = self.memory.keep_within(seq, start, count)
         seq.num_computed_tokens = start + count
         if not seq.num_tokens_to_compute:
-            plan.num_sample_rows += 1
+            schedule.num_sample_rows += 1
             seq.num_inflight_tokens += 1
             seq.last_token_on_device = True
 
-    def _add_decode(self, plan: StepPlan, seq: Sequence) -> None:
+    def _add_decode(self, schedule: Schedule, seq: Sequence) -> None:
         """Adds a row that begins with all but one token cached as a decode: its slot record has all that a decode
         needs. So far the step has decodes alone."""
-        self._add_row(plan, seq, 1)
-        plan.host_token_ids.pop()
-        plan.num_decode_rows += 1
+        self._add_row(schedule, seq, 1)
+        schedule.host_token_ids.pop()
+        schedule.num_decode_rows += 1
 
     # -- results ------------------------------------------------------------------------------------------------
 
-    def apply(self, plan: StepPlan, token_ids: list[int], drafted: int | None = None) -> list[tuple[Sequence, int]]:
+    def apply(self, schedule: Schedule, token_ids: list[int], drafted: int | None = None) -> list[tuple[Sequence, int]]:
         """Takes in the tokens that a step's first rows gained, of a decode one for each place: -1 where a draft before
         it was wrong, -2 where there was none. drafted: tokens that were drafted for later. Returns which sequence
         gained which token, in order. Tokens behind the end of a sequence are dropped."""
-        if plan is self._last_plan:
-            self._publish_last_plan()  # before any of its rows ends
+        if schedule is self._last_schedule:
+            self._publish_last_schedule()  # before any of its rows ends
         gained: list[tuple[Sequence, int]] = []
-        rows = plan.seqs[: plan.num_sample_rows]
-        results = self.drafting.results(rows, token_ids, plan.num_decode_rows, plan.places, drafted)
-        results = self.memory.note_passed(plan.keeps, results)
+        rows = schedule.seqs[: schedule.num_sample_rows]
+        results = self.drafting.results(rows, token_ids, schedule.num_decode_rows, schedule.places, drafted)
+        results = self.memory.note_passed(schedule.keeps, results)
         block_size, publish = self.memory.block_size, self.memory.cache.publish
         running, finished = SequenceStatus.RUNNING, SequenceStatus.FINISHED  # members of an Enum are slow to look up
         for seq, token_id in results:
@@ -340,24 +340,24 @@ class Scheduler:
                 self._finish(seq, ended.reason, ended.why)
             elif num_tokens >= seq.max_total_tokens:
                 self._finish(seq, "length")
-        if plan.places > 1:
+        if schedule.places > 1:
             self._num_wide_in_flight -= 1
             counts = Counter(seq for seq, _ in gained)
-            for seq in rows[: plan.num_decode_rows]:
+            for seq in rows[: schedule.num_decode_rows]:
                 if seq.status is not finished:
-                    seq.note_gained(counts[seq], plan.places)
+                    seq.note_gained(counts[seq], schedule.places)
         return gained
 
-    def _publish_last_plan(self) -> None:
+    def _publish_last_schedule(self) -> None:
         """Makes what the prompts of the last launched step write available to later steps, whose tokens are known
         already, and gives back what their windows leave behind."""
-        plan, self._last_plan = self._last_plan, None
-        if plan is None:
+        schedule, self._last_schedule = self._last_schedule, None
+        if schedule is None:
             return
-        for row in range(plan.num_old_rows, plan.num_rows):
-            seq = plan.seqs[row]
+        for row in range(schedule.num_old_rows, schedule.num_rows):
+            seq = schedule.seqs[row]
             if seq.memory.pages:  # of this step: else the row has ended, since nothing was preempted meanwhile
-                self.memory.cache.publish(seq, plan.starts[row] + plan.counts[row])
+                self.memory.cache.publish(seq, schedule.starts[row] + schedule.counts[row])
                 self.memory.leave_behind(seq)
 
     def _finish(self, seq: Sequence, reason: str, why: str | None = None) -> None:

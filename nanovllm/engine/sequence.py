@@ -60,7 +60,7 @@ class RowPrefix:
     num_published: int = 0
     """Number of leading blocks that need not be published: the prefix cache has them, or must not have them."""
     has_entries: bool = True
-    """Whether a model that drafts has taken in all tokens computed so far, those of shared blocks too; StepPlan.enter
+    """Whether a model that drafts has taken in all tokens computed so far, those of shared blocks too; Schedule.enter
     writes it as well."""
     keeps_states: bool = True
     """Whether what layers of fixed size remember may be shared: nothing of it is older than the cache's contents."""

@@ -7,8 +7,8 @@ is free when those that run have ended.
 
 from collections.abc import Iterable, Set
 
+from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_plan import StepPlan
 
 PATIENCE = 32
 
@@ -44,14 +44,14 @@ class RowSlots:
             self.adapters.note_passed(self.passed, waiting)
             self.passed = set()
 
-    def take(self, seq: Sequence, plan: StepPlan) -> None:
+    def take(self, seq: Sequence, schedule: Schedule) -> None:
         """Gives a row that begins a slot, and one for its adapter, which the step copies there if it is missing."""
         seq.slot = self._free.pop()
-        plan.new_slots.append(seq)
+        schedule.new_slots.append(seq)
         if (adapter := seq.prompt.adapter) is not None:
             seq.adapter_slot, is_missing = self.adapters.take(adapter)
             if is_missing:
-                plan.adapters.append((seq.adapter_slot, adapter))
+                schedule.adapters.append((seq.adapter_slot, adapter))
 
     def num_adapted(self, seqs: Iterable[Sequence]) -> int:
         """Number of these running rows that have an adapter."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from nanovllm.engine.engine_stats import EngineStats
+from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.errors import refuse
 
 logger = logging.getLogger("nanovllm")
@@ -63,14 +63,14 @@ class Trace:
         self._name(_ENGINE, 1, "thread_name", "steps")
         self._name(_REQUESTS, 0, "process_name", "requests")
 
-    def launched(self, plan: StepPlan, now: float) -> None:
+    def launched(self, schedule: Schedule, now: float) -> None:
         """Notes a launched step. Rows that had begun before and take a slot again were preempted in between."""
-        first = plan.num_decode_rows
-        rows = zip(plan.seqs[first:], plan.starts[first:], plan.counts[first:], strict=True)
+        first = schedule.num_decode_rows
+        rows = zip(schedule.seqs[first:], schedule.starts[first:], schedule.counts[first:], strict=True)
         self._num_steps += 1
         chunks = [(seq.number, start, count) for seq, start, count in rows]
-        self._steps.append(_Step(self._num_steps, now, first, plan.places, chunks))
-        for seq in plan.new_slots:
+        self._steps.append(_Step(self._num_steps, now, first, schedule.places, chunks))
+        for seq in schedule.new_slots:
             if seq.metrics.first_scheduled_time is not None:
                 self._write("i", "again, after a preemption", now, _REQUESTS, seq.number, s="t")
 

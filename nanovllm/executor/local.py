@@ -110,7 +110,7 @@ class LocalExecutor:
             self.processes.is_loading = False
         if compiler is not None:
             with self._phase("compile"):
-                compiler.wait()
+                compiler.wait(progress=lambda share: self._report("compile", share))
                 compiler.close()
         with self._phase("warm-up"):
             sizes: list[StateSize] = self.call("measure_state")

@@ -4,7 +4,7 @@ that it includes requests which arrive in the meantime."""
 import time
 from collections.abc import Callable
 
-from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.schedule import Schedule
 
 _MARGIN = 0.001  # seconds
 _MARGIN_PER_ROW = 4e-6  # seconds that the host takes to schedule and launch a row
@@ -35,13 +35,13 @@ class StepClock:
         while (rest := until - self._now()) > 0 and not has_ended():
             self._sleep(min(rest, _LOOK))
 
-    def note(self, plan: StepPlan | None) -> None:
-        """Notes that a step has just ended and that `plan`, if any, runs now."""
+    def note(self, schedule: Schedule | None) -> None:
+        """Notes that a step has just ended and that `schedule`, if any, runs now."""
         now = self._now()
         if self._running is not None:
             size, seconds = self._running // _ROWS, now - self._begin
             before = self._seconds.get(size, seconds)
             self._seconds[size] = min(seconds, before + _FORGETTING * (seconds - before))
-        decodes_only = plan is not None and not plan.host_token_ids
-        self._running = plan.num_decode_rows * plan.places if plan is not None and decodes_only else None
+        decodes_only = schedule is not None and not schedule.host_token_ids
+        self._running = schedule.num_decode_rows * schedule.places if schedule is not None and decodes_only else None
         self._begin = now

@@ -11,6 +11,7 @@ import torch
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.plan.config import STREAM_ROWS
 from nanovllm.layers.memory import Mixer
 from nanovllm.wire.shapes import LARGE_CHUNKS, MAX_PREFILL_ROWS, StepShape, decode_buckets, mixed_shapes
 
@@ -127,8 +128,8 @@ class StepGraphs:
             self._capture_one(draft, shape)
 
     def run_all(self) -> None:
-        """Runs all that is captured once, few rows first, which have the most kernels."""
-        for shape in sorted(self.shapes, key=sum):
+        """Runs all that is captured once: first as many rows as stream, whose kernels compile longest, then fewer."""
+        for shape in sorted(self.shapes, key=lambda shape: abs(sum(shape) - STREAM_ROWS)):
             for run in self._works:
                 run(shape)
         for draft, shape in self._drafts:

@@ -33,8 +33,8 @@ from nanovllm.parallel.group import TensorParallelGroup
 from nanovllm.runner.adapters import RankAdapters
 from nanovllm.runner.cuda_graphs import StepGraphs, largest_chunk, most_step_tokens, why_no_graphs
 from nanovllm.runner.device_io import DeviceIO
+from nanovllm.runner.footprint import check_room, host_share, step_room
 from nanovllm.runner.kernel_choice import before_capture, describe, library_settings, rules_of
-from nanovllm.runner.memory_plan import check_room, host_share, step_room
 from nanovllm.runner.memory_probe import GIB, NCCL_BYTES, MemoryProbe
 from nanovllm.runner.rank_weights import RankWeights
 from nanovllm.runner.sampler import OptionSampler, option_bytes

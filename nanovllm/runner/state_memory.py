@@ -35,7 +35,7 @@ def num_blocks(
     budget_bytes: int, bytes_per_block: int, least: int, asked: int | None, option: str, because: str = "",
     slots: int = 0,
 ) -> int:  # fmt: skip
-    """Blocks that a rank allocates of a budget, measured or planned: the `asked` ones (num_kvcache_blocks), or without
+    """Blocks that a rank allocates of a budget, found or predicted: the `asked` ones (num_kvcache_blocks), or without
     it all that fit beside `slots`, the bytes of memory of fixed size of all rows. Raises ValueError where there is no
     room for the `least`, with one for each table of a row, naming `option` (written out with its value) and `because`
     of what the budget is so small; and where so many as are asked for are too few, or do not fit."""

@@ -13,7 +13,7 @@ from nanovllm.serve import limits
 from nanovllm.serve.api import fields as api
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http.call import Call
-from nanovllm.serve.parsers import Plan
+from nanovllm.serve.parsers import Syntax
 from nanovllm.text.stops import VisibleText
 
 _DONE = b"data: [DONE]\n\n"
@@ -28,8 +28,8 @@ class Prepared(NamedTuple):
     """Fields of SamplingParams, for all prompts."""
     max_tokens: list[int]
     """Maximum output tokens for each prompt."""
-    plan: Plan | None = None
-    """Plan by which the answer to a chat is held to a form and read."""
+    syntax: Syntax | None = None
+    """Syntax that the answer to a chat is held to, and read by."""
     given: Any = None
     """Value that its format needs beside these."""
 

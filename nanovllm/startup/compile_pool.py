@@ -16,6 +16,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -81,8 +82,9 @@ class KernelCompiler:
             while (job := self._outbox.get()) is not None:
                 self._control.send(job)
 
-    def wait(self, patience: float = _PATIENCE) -> bool:
-        """Waits until all jobs are done, `patience` seconds at most. True: all of them were compiled."""
+    def wait(self, patience: float = _PATIENCE, progress: Callable[[float], None] = lambda share: None) -> bool:
+        """Waits until all jobs are done, `patience` seconds at most; tells `progress` which share is. True: all of them
+        were compiled."""
         deadline = time.monotonic() + patience
         try:
             while self._num_done < self.num_jobs:
@@ -91,6 +93,7 @@ class KernelCompiler:
                     break
                 name, exit_code = self._control.recv()
                 self._num_done += 1
+                progress(self._num_done / self.num_jobs)
                 if exit_code:
                     self.failures.append(f"{name}: exit code {exit_code}")
         except (EOFError, OSError):
@@ -137,8 +140,8 @@ def start_compiler(config: EngineConfig, model: ModelConfig) -> KernelCompiler |
 
 
 def process_count(num_cores: int) -> int:
-    """Kernels to compile at once. A quarter of the cores is left to the ranks, which load weights meanwhile."""
-    return 0 if num_cores < _MIN_CORES else min(_MAX_PROCESSES, num_cores * 3 // 4)
+    """Kernels to compile at once. A core is left to the ranks, whose loading of weights waits for disks."""
+    return 0 if num_cores < _MIN_CORES else min(_MAX_PROCESSES, num_cores - 1)
 
 
 def stamp_path(config: EngineConfig, model: ModelConfig) -> Path:

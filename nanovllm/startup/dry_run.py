@@ -29,9 +29,6 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
     with torch.inference_mode(), runner.io.stream_context(), runner.group.muted(), launching_nothing(submit):
         runner.allocate_state(runner.state_memory.size(1))
         try:
-            if runner.model_config.pooling is None:
-                local_ids = runner.model.lm_head.weight.shape[0]
-                runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)  # the longest first
             with runner.model.few_layers():
                 if runner.no_graphs_because is None:
                     runner._new_graphs().run_all()
@@ -41,6 +38,9 @@ def dry_run(runner: "ModelRunner", submit: Callable[[CompileJob], None]) -> None
                 for has_adapters in {False, config.enable_lora}:
                     sizes = config.max_num_seqs, num_tokens, runner.max_model_len
                     _run_largest(runner, dummy_step(*sizes, has_lines, has_adapters))
+            if runner.model_config.pooling is None:  # last, for its kernels are small: none is left compiling alone
+                local_ids = runner.model.lm_head.weight.shape[0]
+                runner.option_sampler.dry_run(local_ids, runner.dtype, work.buffers, work.state)
         finally:
             work.captured_logits.clear()
     runner.io.synchronize()

@@ -114,11 +114,11 @@ def with_delays(rank: Rank, peer: PeerAllReduce, cases: list[Sum]) -> bool:
         case.reset()
         wrong.add_((case.by_peers(path, 0).view(torch.int16) != expected[case, path]).sum())
 
-    def plan() -> list[Callable[[], None]]:
+    def draw() -> list[Callable[[], None]]:
         chosen = (same.choice(list(expected)) for _ in range(CALLS))
         return [partial(delayed, *key, mine.choice((0, 500, 5_000, 20_000, 60_000))) for key in chosen]
 
-    graphs = [capture(plan()) for _ in range(GRAPHS)]
+    graphs = [capture(draw()) for _ in range(GRAPHS)]
     for replay in range(-(-rank.options.iterations // CALLS)):
         if mine.random() < 0.05:
             torch.cuda._sleep(mine.randrange(1_000_000))

@@ -8,7 +8,7 @@ import torch
 
 from bench_cases.harness import Line, Point, Setup, compare
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan, tuning
+from nanovllm.kernels.attention.decode_work_list import DecodeConfig, WorkList, tuning
 from nanovllm.kernels.attention.reference import attention_reference
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.pointwise.kv_store import quantised_reference
@@ -84,7 +84,7 @@ def make_point(setup: Setup, text: str, batch: Batch) -> Point:
     classes = tuning(kv_heads, batch.q.shape[-1], batch.kv_scales is not None)
     chosen = next(config for most, config in classes if most is None or len(batch.q) <= most)
     configs = dict.fromkeys([chosen, *(config for _, config in classes)])
-    contenders = {name_of(config): partial(attend, batch, planned(setup, batch, config)) for config in configs}
+    contenders = {name_of(config): partial(attend, batch, prepared(setup, batch, config)) for config in configs}
     if setup.options.check_only:
         contenders = {"reference": partial(reference, batch), **contenders}
     spacer = torch.zeros(1024, device=setup.device)
@@ -98,13 +98,13 @@ def make_point(setup: Setup, text: str, batch: Batch) -> Point:
     )
 
 
-def planned(setup: Setup, batch: Batch, config: DecodeConfig) -> DecodeAttention:
-    """The kernel with the batch's plan, which the engine makes once a step."""
+def prepared(setup: Setup, batch: Batch, config: DecodeConfig) -> DecodeAttention:
+    """The kernel with the batch's work list, which the engine makes once a step."""
     rows, spec = len(batch.q), batch.spec
-    plan = DecodePlan(spec.num_kv_heads, spec.head_dim, None, rows, MAX_MODEL_LEN, setup.device, config=config)
-    plan.make(batch.row_slot, batch.context_lens, rows)
-    scratch = DecodeScratch.for_specs({spec: plan}, setup.device)
-    return DecodeAttention(spec, batch.k_cache.shape[2], plan, scratch)
+    work_list = WorkList(spec.num_kv_heads, spec.head_dim, None, rows, MAX_MODEL_LEN, setup.device, config=config)
+    work_list.make(batch.row_slot, batch.context_lens, rows)
+    scratch = DecodeScratch.for_specs({spec: work_list}, setup.device)
+    return DecodeAttention(spec, batch.k_cache.shape[2], work_list, scratch)
 
 
 def attend(batch: Batch, kernel: DecodeAttention, index: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from nanovllm.executor.resolve import settle
 from nanovllm.models.adapter_files import is_target
 from nanovllm.models.registry import read_model_config
 from nanovllm.outputs import RequestOutput
-from nanovllm.runner.memory_plan import GPUS, plan_rank
+from nanovllm.runner.footprint import GPUS, footprint_of
 
 PROMPTS = [[5], [7, 3, 200, 9, 31, 77], [(37 * i + 11) % 211 for i in range(28)]]
 SCORED = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)
@@ -295,14 +295,14 @@ def test_rows_in_flight_end_under_theirs(qwen: Any) -> None:
         assert gained[request_id] == text[6:]
 
 
-def test_plan_counts_the_slots(qwen: Any) -> None:
+def test_a_footprint_counts_the_slots(qwen: Any) -> None:
     """As an engine allocates them."""
     _, folder, _ = qwen
     model = read_model_config(EngineConfig(str(folder)))
     sizes = []
     for options in ({}, {"enable_lora": True, "max_loras": 3, "max_lora_rank": 17}):
         config = settle(EngineConfig(str(folder), device="cuda", **options), model, (9, 0))
-        sizes.append(plan_rank(config, model, GPUS["H200"]))
+        sizes.append(footprint_of(config, model, GPUS["H200"]))
     with LLM(str(folder), **{**LORA, "max_loras": 3, "max_lora_rank": 17}) as llm:
         layers = llm.engine.executor.runner.adapters._layers  # type: ignore[attr-defined]
         held = sum(part.a.numel() + part.b.numel() for part in layers.values())

@@ -203,7 +203,7 @@ Items = list[tuple[int, int, int, int, int, int]]
 
 
 def items_of(work: torch.Tensor, count: torch.Tensor) -> Items:
-    """Entries of a decode plan's list of work: (row, key head, first key, end, chunk, chunks of its row)."""
+    """Entries of a work list of decode attention: (row, key head, first key, end, chunk, chunks of its row)."""
     return [(a & 0xFFFF, a >> 16, start, end, c & 0xFFFF, c >> 16) for a, start, end, c in work[: int(count)].tolist()]
 
 

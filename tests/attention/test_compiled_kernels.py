@@ -9,11 +9,11 @@ pytest.importorskip("triton")
 
 from nanovllm.attention.triton_backend import FixedOrderTritonBackend
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-from nanovllm.kernels.attention.decode_plan import DecodePlan
-from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
+from nanovllm.kernels.attention.decode_work_list import WorkList
+from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.latent.decode import LatentDecode, LatentPlan
+from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
 from nanovllm.kernels.latent.store import latent_rope_store
 from nanovllm.kernels.plan.device import Device
@@ -44,27 +44,28 @@ def compile_attention(
     out, table, sinks = made(*q.shape), zeros(slots, 32), made(spec.num_heads) if spec.has_sinks else None
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
     for places in (1, 4, 8):
-        together = DecodePlan.places_together(places, spec.group_size, spec.head_dim, fp8)
-        plan = DecodePlan(*kind, slots, 4096, CPU, fp8=fp8, places=places, together=together)
-        plan.make(zeros(rows), zeros(rows), rows)
-        decode_rows = DecodeAttention(spec, page, plan, DecodeScratch.for_specs({spec: plan}, CPU))
+        together = WorkList.places_together(places, spec.group_size, spec.head_dim, fp8)
+        work_list = WorkList(*kind, slots, 4096, CPU, fp8=fp8, places=places, together=together)
+        work_list.make(zeros(rows), zeros(rows), rows)
+        decode_rows = DecodeAttention(spec, page, work_list, DecodeScratch.for_specs({spec: work_list}, CPU))
         for rounds in {False, spec.head_dim == 128}:
             decode_rows(q, cache, cache, table, 4096, out, sinks, kv_scales=scales, rounds=rounds, mixed=mixed)
     config = prefill_config(spec.head_dim, q.dtype, fp8, SHARED_BYTES[capability])
     attention = PrefillAttention(spec, page, slots, CPU, config)
-    tiles = attention.plan(zeros(3), zeros(2), rows)
+    tiles = attention.list_tiles(zeros(3), zeros(2), rows)
     attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales, mixed)
     if fp8 or capability != 90 or spec.head_dim > FixedOrderTritonBackend.widest:
         return
     for rows, places in ((1, 1), (16, 1), (32, 1), (48, 1), (64, 1), (16, 4), (64, 4)):
-        together = FixedOrderPlan.places_together(places, spec.group_size, spec.head_dim)
-        plan = FixedOrderPlan(*kind, 64, 4096, CPU, places=places, together=together)
-        scratch = DecodeScratch.for_specs({spec: plan}, CPU)
+        together = FixedOrderWorkList.places_together(places, spec.group_size, spec.head_dim)
+        work_list = FixedOrderWorkList(*kind, 64, 4096, CPU, places=places, together=together)
+        scratch = DecodeScratch.for_specs({spec: work_list}, CPU)
         q = made(rows, spec.num_heads, spec.head_dim)
-        plan.make(zeros(rows), zeros(rows), rows)
-        DecodeAttention(spec, page, plan, scratch)(q, cache, cache, zeros(64, 32), 4096, made(*q.shape), sinks)
+        work_list.make(zeros(rows), zeros(rows), rows)
+        DecodeAttention(spec, page, work_list, scratch)(q, cache, cache, zeros(64, 32), 4096, made(*q.shape), sinks)
     attention = PrefillAttention(spec, page, slots, CPU, fixed_order_config(spec.head_dim))
-    attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), attention.plan(zeros(3), zeros(2), rows), q, sinks)
+    tiles = attention.list_tiles(zeros(3), zeros(2), rows)
+    attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, q, sinks)
 
 
 @pytest.mark.slow
@@ -83,12 +84,12 @@ def compile_latents(num_heads: int, capability: int, dtype: str) -> None:
     spec, slots = AttentionSpec(num_heads, 1, 576, 0.1, value_dim=512), 256
     cache = torch.empty(4, 1, 128, 576, dtype=getattr(torch, dtype))
     for places in (1, 2):
-        together = LatentPlan.places_together(places, num_heads, 576)
-        plan = LatentPlan(1, 576, None, slots, 1 << 17, CPU, places=places, together=together)
-        decode = LatentDecode(spec, 128, plan, DecodeScratch.for_specs({spec: plan}, CPU))
-        for rows in plan.size_classes():
+        together = LatentWorkList.places_together(places, num_heads, 576)
+        work_list = LatentWorkList(1, 576, None, slots, 1 << 17, CPU, places=places, together=together)
+        decode = LatentDecode(spec, 128, work_list, DecodeScratch.for_specs({spec: work_list}, CPU))
+        for rows in work_list.size_classes():
             q = torch.empty(rows, num_heads, 576, dtype=cache.dtype)
-            plan.make(zeros(rows), zeros(rows), rows)
+            work_list.make(zeros(rows), zeros(rows), rows)
             decode(q, cache, zeros(slots, 1024), 1 << 17, q[..., :512].clone())
     norm, cos_sin = Norm(torch.empty(512, dtype=cache.dtype), 1e-6), torch.empty(4096, 64)
     for interleaved in (False, True):
@@ -96,7 +97,7 @@ def compile_latents(num_heads: int, capability: int, dtype: str) -> None:
         latent_rope_store(q[..., :256], q[:, 0], norm, slots_of, cos_sin, slots_of, pages, q, interleaved)
     config = latent_prefill_config(cache.dtype, SHARED_BYTES[capability])
     prefill = LatentPrefill(spec, 128, slots, CPU, config)
-    tiles = prefill.plan(zeros(3), zeros(2), 8)
+    tiles = prefill.list_tiles(zeros(3), zeros(2), 8)
     prefill.attend(q, cache, zeros(slots, 1024), zeros(2), zeros(3), zeros(2), tiles, q[..., :512].clone())
 
 

@@ -18,11 +18,11 @@ from cases import (
     rows_of_any_length,
 )
 from interpreting import nightly
-from plans import plan_decode_reference
+from work_lists import list_chunks_reference
 
 from nanovllm.kernels.attention import decode
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan
+from nanovllm.kernels.attention.decode_work_list import DecodeConfig, WorkList
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.fp8.quantize import quantize_rows
 
@@ -40,14 +40,14 @@ def build(case: Case, config: DecodeConfig | None = SMALL, **places: int) -> Dec
     slots, max_blocks = case.metadata.block_tables[0].shape
     spec, block_size, device = case.spec, case.k_cache.shape[2], torch.device(DEVICE)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-    plan = DecodePlan(*kind, slots, max_blocks * block_size, device, config, case.kv_scales is not None, **places)
-    return DecodeAttention(spec, block_size, plan, DecodeScratch.for_specs({spec: plan}, device))
+    work_list = WorkList(*kind, slots, max_blocks * block_size, device, config, case.kv_scales is not None, **places)
+    return DecodeAttention(spec, block_size, work_list, DecodeScratch.for_specs({spec: work_list}, device))
 
 
 def run(case: Case, attention: DecodeAttention | None = None, rounds: bool = False) -> Any:
     attention = attention or build(case)
     m = case.metadata
-    attention.plan.make(m.row_slot, m.context_lens, m.num_rows)
+    attention.work_list.make(m.row_slot, m.context_lens, m.num_rows)
     return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len, nan_like(case.q),
                      case.sinks, kv_scales=case.kv_scales, rounds=rounds, mixed=case.is_mixed)
 
@@ -100,9 +100,9 @@ def assert_rounds_as_a_kernel_of_its_own(case: Case, attention: DecodeAttention)
     assert torch.equal(got.scales[real], want.scales[real])
 
 
-def rank(num_kv_heads: int, max_num_seqs: int = 1100, places: int = 1, together: int = 1) -> DecodePlan:
+def rank(num_kv_heads: int, max_num_seqs: int = 1100, places: int = 1, together: int = 1) -> WorkList:
     device = torch.device(DEVICE)
-    return DecodePlan(num_kv_heads, 32, None, max_num_seqs, 512, device, places=places, together=together)
+    return WorkList(num_kv_heads, 32, None, max_num_seqs, 512, device, places=places, together=together)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "max_num_seqs"), [(8, 256), (2, 200), (3, 300), (10, 5), (1, 1000), (8, 17)])
@@ -137,7 +137,7 @@ def test_row_has_the_same_bits_alone_and_in_a_crowd() -> None:
     m = crowd.metadata
     for row in (3, 5, 6):
         attention = build(crowd)
-        attention.plan.make(m.row_slot[row : row + 1], m.context_lens[row : row + 1], 1)
+        attention.work_list.make(m.row_slot[row : row + 1], m.context_lens[row : row + 1], 1)
         alone = attention(crowd.q[row : row + 1], crowd.k_cache, crowd.v_cache, m.block_tables[0], LENGTHS[row],
                           nan_like(crowd.q[:1]))
         assert torch.equal(alone[0], together[row])
@@ -165,13 +165,13 @@ def test_nan_stays_in_its_row() -> None:
     (None, 5000), (1, 512), (150, 512), nightly(None, 512), nightly(1, 5000), nightly(150, 5000)])
 def test_work_list_holds_every_chunk_once_long_ones_first(window: int | None, max_model_len: int) -> None:
     slots, lengths = rows_of_any_length(max_model_len, seed=max_model_len)
-    plan = DecodePlan(1, 32, window, 40, max_model_len, torch.device(DEVICE), SMALL)
-    plan.make(slots.to(DEVICE), lengths.to(DEVICE), 37)
-    items = items_of(plan.work, plan.num_work)
-    assert sorted(items) == sorted(plan_decode_reference(slots, lengths, SMALL, window))
+    work_list = WorkList(1, 32, window, 40, max_model_len, torch.device(DEVICE), SMALL)
+    work_list.make(slots.to(DEVICE), lengths.to(DEVICE), 37)
+    items = items_of(work_list.entries, work_list.num_entries)
+    assert sorted(items) == sorted(list_chunks_reference(slots, lengths, SMALL, window))
     full = [end - start // 32 * 32 for _, _, start, end, chunk, num_chunks in items if chunk < num_chunks - 1]
     assert full == sorted(full, reverse=True)
-    assert max(num_chunks for *_, num_chunks in items) <= plan.most_chunks(37, max_model_len)
+    assert max(num_chunks for *_, num_chunks in items) <= work_list.most_chunks(37, max_model_len)
     for row, length in enumerate(lengths.tolist()):
         keys = [key for r, _, start, end, *_ in items if r == row for key in range(start, end)]
         expected = range(max(0, length - window) if window else 0, length if slots[row] >= 0 else 0)
@@ -194,11 +194,11 @@ def test_rows_of_one_sequence_share_its_keys(
     contexts = [max(context, count) for context, count in zip(CONTEXTS, counts, strict=True)]
     case = make_places_case(counts, contexts, places, num_q_heads=heads[0], num_kv_heads=heads[1],
                             **{"head_dim": head_dim, "block_size": 64, **options})
-    together = DecodePlan.places_together(places, heads[0] // heads[1], head_dim, "fp8" in options)
+    together = WorkList.places_together(places, heads[0] // heads[1], head_dim, "fp8" in options)
     attention = build(case, places=places, together=together)
     attention.has_tma = has_tma and head_dim % 32 == 0 and case.k_cache.shape[2] == 64
     assert case.error_of(run(case, attention)) < (1e-5 if DEVICE == "cpu" else TOLERANCE)
-    entries = {row for row, *_ in items_of(attention.plan.work, attention.plan.num_work)}
+    entries = {row for row, *_ in items_of(attention.work_list.entries, attention.work_list.num_entries)}
     assert len(entries) == sum(-(-count // together) for count in counts)
 
 
@@ -209,14 +209,14 @@ def test_rows_without_drafts_keep_their_bits_where_drafts_may_come() -> None:
 
 def test_chunks_are_cut_for_as_many_sequences_as_there_are() -> None:
     def chunks(sequences: int, places: int) -> int:
-        plan = DecodePlan(8, 32, None, 64, 2048, torch.device(DEVICE), places=4, together=4)
+        work_list = WorkList(8, 32, None, 64, 2048, torch.device(DEVICE), places=4, together=4)
         rows = {"dtype": torch.int32, "device": DEVICE}
         slots = torch.arange(sequences, **rows).repeat_interleave(places)
         lengths = torch.arange(2000, 2000 + places, **rows).repeat(sequences)
-        plan.make(slots, lengths, 64)
-        counts = plan.num_chunks.unique().tolist()
-        assert len(plan.work) >= int(plan.num_work) == sequences * counts[0] and len(counts) == 1
-        assert counts[0] <= plan.most_chunks(64, 2048) <= plan.room(64)
+        work_list.make(slots, lengths, 64)
+        counts = work_list.num_chunks.unique().tolist()
+        assert len(work_list.entries) >= int(work_list.num_entries) == sequences * counts[0] and len(counts) == 1
+        assert counts[0] <= work_list.most_chunks(64, 2048) <= work_list.room(64)
         return counts[0]
 
     assert (chunks(64, 1), chunks(16, 4)) == (1, 8)

@@ -38,7 +38,7 @@ def test_tensor_descriptors_and_split_rows_match_float64() -> None:
     backend: Any = make_backend("triton", case)
     backend.decode[case.spec].has_tma = backend.prefill[case.spec].use_tma = True  # the interpreter has them too
     assert case.error_of(run(case, backend)) < TOLERANCE
-    assert backend.plans[case.spec].most_chunks(2, 300) > 1
+    assert backend.work_lists[case.spec].most_chunks(2, 300) > 1
 
 
 def test_the_reference_is_exact() -> None:

@@ -10,13 +10,13 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, TOLERANCE, Case, items_of, make_case, make_places_case, nan_like, rows_of_any_length, setup_of
 from interpreting import nightly
-from plans import fixed_order_plan_reference
+from work_lists import list_units_reference
 
 from nanovllm.attention import select_backend
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-from nanovllm.kernels.attention.decode_plan import DecodeConfig
+from nanovllm.kernels.attention.decode_work_list import DecodeConfig
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_FROM
-from nanovllm.kernels.attention.fixed_order_plan import FixedOrderPlan
+from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config
 
 LENGTHS = [1, 64, 0, 65, 128, 300]
@@ -38,10 +38,10 @@ def decode(case: Case, first_unit: int, **places: int) -> torch.Tensor:
     slots, blocks = m.block_tables[0].shape
     size, config = case.k_cache.shape[2], DecodeConfig(min_chunk=first_unit, num_stages=2)
     kind = (spec.num_kv_heads, spec.head_dim, spec.window)
-    plan = FixedOrderPlan(*kind, slots, blocks * size, torch.device(DEVICE), config, **places)
-    scratch = DecodeScratch.for_specs({spec: plan}, torch.device(DEVICE))
-    plan.make(m.row_slot, m.context_lens, m.num_rows)
-    attention = DecodeAttention(spec, size, plan, scratch)
+    work_list = FixedOrderWorkList(*kind, slots, blocks * size, torch.device(DEVICE), config, **places)
+    scratch = DecodeScratch.for_specs({spec: work_list}, torch.device(DEVICE))
+    work_list.make(m.row_slot, m.context_lens, m.num_rows)
+    attention = DecodeAttention(spec, size, work_list, scratch)
     args = (case.q, case.k_cache, case.v_cache, m.block_tables[0], m.max_context_len)
     return attention(*args, nan_like(case.q), case.sinks, mixed=case.is_mixed)
 
@@ -49,7 +49,7 @@ def decode(case: Case, first_unit: int, **places: int) -> torch.Tensor:
 def prefill(case: Case) -> torch.Tensor:
     m, config = case.metadata, fixed_order_config(case.spec.head_dim)
     attention = PrefillAttention(case.spec, case.k_cache.shape[2], 32, torch.device(DEVICE), config)
-    tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
+    tiles = attention.list_tiles(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
     rows = (m.row_slot, m.cu_seqlens_q, m.context_lens, tiles)
     return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], *rows, nan_like(case.q), case.sinks,
                      mixed=case.is_mixed)
@@ -82,7 +82,7 @@ def test_rows_that_share_keys_have_the_bits_of_rows_alone(
     for first_unit in (CHUNK, WIDE_FROM):
         alone = decode(case, first_unit)
         assert case.error_of(alone) < TOLERANCE
-        together = FixedOrderPlan.places_together(places, heads[0] // heads[1], case.spec.head_dim)
+        together = FixedOrderWorkList.places_together(places, heads[0] // heads[1], case.spec.head_dim)
         assert together == places
         shared = decode(case, first_unit, places=places, together=together)
         assert torch.equal(shared.nan_to_num(), alone.nan_to_num())
@@ -122,11 +122,11 @@ def test_work_list_holds_every_unit_once(window: int | None) -> None:
     slots, lengths = rows_of_any_length(9000, seed=7)
     for first_unit in (CHUNK, 512, WIDE_FROM):
         config = DecodeConfig(min_chunk=first_unit)
-        plan = FixedOrderPlan(1, 32, window, 40, 9000, torch.device(DEVICE), config)
-        plan.make(slots.to(DEVICE), lengths.to(DEVICE), 37)
-        items = items_of(plan.work, plan.num_work)
-        expected = fixed_order_plan_reference(slots, lengths, first_unit, window)
+        work_list = FixedOrderWorkList(1, 32, window, 40, 9000, torch.device(DEVICE), config)
+        work_list.make(slots.to(DEVICE), lengths.to(DEVICE), 37)
+        items = items_of(work_list.entries, work_list.num_entries)
+        expected = list_units_reference(slots, lengths, first_unit, window)
         assert sorted(items) == sorted(expected)
-        assert max(units for *_, units in expected) <= plan.max_splits(config)
+        assert max(units for *_, units in expected) <= work_list.max_splits(config)
         covered = sum(end - start for _, _, start, end, _, _ in items)
         assert covered == sum(min(int(n), window or 9000) for n, slot in zip(lengths, slots, strict=True) if slot >= 0)

@@ -13,9 +13,9 @@ from interpreting import nightly
 from nanovllm.attention import KVCache
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.kernels.attention.decode_plan import DecodeConfig
+from nanovllm.kernels.attention.decode_work_list import DecodeConfig
 from nanovllm.kernels.attention.reference import attention_reference
-from nanovllm.kernels.latent.decode import LatentPlan, head_blocks
+from nanovllm.kernels.latent.decode import LatentWorkList, head_blocks
 
 # Whole prompts, chunks behind a prefix, padding, and before them rows that decode: short, longer than a chunk.
 QUERIES = [1, 1, 1, 1, 5, 32, 40, 0, 2]
@@ -84,8 +84,9 @@ def test_chunking_does_not_change_a_bit() -> None:
 
 def test_scratch_has_room_for_the_largest_step_of_each_class() -> None:
     config = DecodeConfig(min_chunk=64, max_splits=128)
-    plan = LatentPlan(1, 576, None, 256, 1 << 17, torch.device("cpu"))
-    assert plan.most_partials == max(rows * plan.room(rows) for rows in range(1, 257)) < 256 * config.max_splits
+    work_list = LatentWorkList(1, 576, None, 256, 1 << 17, torch.device("cpu"))
+    most = max(rows * work_list.room(rows) for rows in range(1, 257))
+    assert work_list.most_partials == most < 256 * config.max_splits
 
 
 @pytest.mark.parametrize(("heads", "blocks"), [(1, 1), (20, 1), (64, 1), (66, 2), (128, 2), (67, 67), (96, 2)])

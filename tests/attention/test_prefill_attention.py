@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from cases import DEVICE, DTYPE, FEATURES, TOLERANCE, Case, make_case, nan_like
 from interpreting import nightly
-from plans import plan_prefill_reference
+from work_lists import list_tiles_reference
 
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
@@ -27,7 +27,7 @@ def build(case: Case, config: PrefillConfig = SMALL) -> PrefillAttention:
 def run(case: Case, attention: PrefillAttention | None = None) -> torch.Tensor:
     attention = attention or build(case)
     m = case.metadata
-    tiles = attention.plan(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
+    tiles = attention.list_tiles(m.cu_seqlens_q, m.context_lens, case.q.shape[0])
     return attention(case.q, case.k_cache, case.v_cache, m.block_tables[0], m.row_slot, m.cu_seqlens_q, m.context_lens,
                      tiles, nan_like(case.q), case.sinks, mixed=case.is_mixed)
 
@@ -100,6 +100,6 @@ def test_tiles_cover_every_query_once_heavy_ones_first(first_token: int, max_num
     contexts[4] = 0
     starts = (torch.cat([torch.zeros(1, dtype=torch.int64), queries.cumsum(0)]) + first_token).int()
     attention = PrefillAttention(AttentionSpec(2, 1, 32, scale=1.0), 16, max_num_seqs, torch.device(DEVICE), SMALL)
-    tiles = attention.plan(starts.to(DEVICE), contexts.to(DEVICE), int(queries.sum()) + 7)
+    tiles = attention.list_tiles(starts.to(DEVICE), contexts.to(DEVICE), int(queries.sum()) + 7)
     real = [(row, query) for row, query in tiles.tolist() if row >= 0]
-    assert real == plan_prefill_reference(starts, contexts, SMALL.block_m)
+    assert real == list_tiles_reference(starts, contexts, SMALL.block_m)

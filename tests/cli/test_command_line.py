@@ -141,6 +141,18 @@ def test_a_benchmark_of_a_server_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+def test_a_benchmark_starts_its_engine_before_torch_comes_in() -> None:
+    """Which would take its time before the engine's processes import it too, side by side."""
+    code = (
+        "import sys, nanovllm.llm as library\n"
+        "def engine(**options): raise SystemExit(f\"torch: {'torch' in sys.modules}\")\n"
+        "library.LLM = engine\n"
+        "from nanovllm.cli.bench.engine import main; main(['--model', 'demo', '--device', 'cpu'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == "torch: False\n"
+
+
 def test_closed_streams_are_empty_ones() -> None:
     script = f"{sys.executable} -m nanovllm complete --url http://127.0.0.1:1 {{}}; echo $?"
     for arguments, said in (("<&-", "prompt='': must not be empty"), ("-p x 2>&-", ""), ("-p x <&- >&- 2>&-", "")):

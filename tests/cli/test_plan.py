@@ -20,7 +20,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.executor.resolve import settle
 from nanovllm.kernels.plan.device import Device
 from nanovllm.models.registry import read_model_config
-from nanovllm.runner.memory_plan import GPUS, Gpu, RankPlan, check_room, plan_rank, weight_bytes
+from nanovllm.runner.footprint import GPUS, Footprint, Gpu, check_room, footprint_of, weight_bytes
 from nanovllm.runner.model_runner import ModelRunner
 
 sys.path.append(os.fspath(Path(__file__).parents[1] / "exactness"))
@@ -149,8 +149,9 @@ def test_the_start_refuses_by_it(
         check_room(config, model, torch.device("cuda"))
     assert main(["plan", name, "--gpu", gpu, "-tp", "1"]) == 2
     assert str(refused.value) in capsys.readouterr().err
-    plan = plan_rank(config, model, GPUS["H200"])
-    total = int((plan.weights + plan.buffers + plan.reserved["filters"] + plan.block_bytes) / 0.9) + 2
+    footprint = footprint_of(config, model, GPUS["H200"])
+    sure = footprint.weights + footprint.buffers + footprint.reserved["filters"]
+    total = int((sure + footprint.block_bytes) / 0.9) + 2
     check_room(config, model, torch.device("cuda"))
 
 
@@ -159,32 +160,32 @@ def test_states_of_recurrent_layers_leave_room_to_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where one state would fit beside the largest step, those that an engine chooses do: before it measures a step, it
-    leaves what is planned for it."""
+    leaves what is predicted for it."""
     folder, device = str(save(make_model(CASES[name]), CASES[name], tmp_path)), Device.named("H100")
     monkeypatch.setattr(Device, "of", lambda _: device)
 
-    def planned(total: int, **options: Any) -> RankPlan:
+    def chosen(total: int, **options: Any) -> Footprint:
         config = EngineConfig(folder, device="cpu", dtype="float32", max_num_seqs=4096, **options)
         model = read_model_config(config)
         config = settle(config, model, device.capability)
-        plan = plan_rank(config, model, Gpu(device, total))
+        footprint = footprint_of(config, model, Gpu(device, total))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (total, total))
-        memory = Mock(slot_bytes=plan.line_bytes, choose_lines=Mock(side_effect=KeyError))
+        memory = Mock(slot_bytes=footprint.line_bytes, choose_lines=Mock(side_effect=KeyError))
         probe, where = Mock(kv_budget=lambda _: total), torch.device("cuda")
         with pytest.raises(KeyError):
             ModelRunner._num_blocks(
                 Mock(config=config, model_config=model, device=where, state_memory=memory, memory=probe)
             )
-        memory.choose_lines.assert_called_once_with(total - sum(plan.reserved.values()))
-        return plan
+        memory.choose_lines.assert_called_once_with(total - sum(footprint.reserved.values()))
+        return footprint
 
-    one = planned(1 << 40, num_state_lines=1)
+    one = chosen(1 << 40, num_state_lines=1)
     least = one.used + sum(one.reserved.values()) + 8 * one.block_bytes
     for more in (0, one.line_bytes, 8 * one.line_bytes, 1 << 20, 1 << 30):
         total = int((least + more) / 0.9) + 2
-        plan = planned(total)
-        assert plan.blocks >= one.layout.num_tables and plan.slots == (plan.num_lines + 1) * plan.line_bytes
-        assert plan.num_lines >= min(more // plan.line_bytes // 5, 6144 * 9 // 10)
+        found = chosen(total)
+        assert found.blocks >= one.layout.num_tables and found.slots == (found.num_lines + 1) * found.line_bytes
+        assert found.num_lines >= min(more // found.line_bytes // 5, 6144 * 9 // 10)
 
 
 @pytest.mark.parametrize("on_hub", [False, True])
@@ -222,7 +223,7 @@ def test_every_gpu_is_a_device_of_today() -> None:
     assert all(20 << 30 < gpu.total < 300 << 30 and 50 <= gpu.device.processors <= 200 for gpu in GPUS.values())
 
 
-def test_the_page_says_how_many_users_fit_as_the_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_how_many_users_fit_as_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/troubleshooting.md; the 70B of its last row is no shape that is known by name."""
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     lines = page[page.index("| model | RTX-4090") :].split("\n\n")[0].splitlines()

@@ -11,9 +11,9 @@ from fake_device import FakeDevice, extend_digest, next_token
 from nanovllm.config import EngineConfig
 from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.sampling.row import Ended
+from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.outputs import RequestMetrics
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative import most_places
@@ -100,7 +100,7 @@ class Simulation:
         width = table_width(1 << 16, block_size, self.size.num_tables)
         self.device = FakeDevice(self.config.max_num_seqs, num_blocks, block_size, gain, groups, width, num_lines)
         self.depth = depth
-        self.pipeline: deque[tuple[StepPlan, list[int]]] = deque()
+        self.pipeline: deque[tuple[Schedule, list[int]]] = deque()
         self.requests: dict[int, Request] = {}
         self.num_preemptions = 0
         self.begun: set[Sequence] = set()
@@ -129,38 +129,38 @@ class Simulation:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def launch(self) -> StepPlan | None:
+    def launch(self) -> Schedule | None:
         """Schedules a step, checks it, and lets the device run it; its results wait for collect()."""
         assert len(self.pipeline) < self.depth
         running_before = [*self.scheduler.running]
         waiting_before = self._with_status(SequenceStatus.WAITING)
-        plan = self.scheduler.schedule()
+        schedule = self.scheduler.schedule()
         self.check()
-        self._check_preempted(running_before, plan)
-        if plan is None:
+        self._check_preempted(running_before, schedule)
+        if schedule is None:
             # Nothing can go on: then it is results that are missing, or everything has ended.
             assert self.pipeline or not self.scheduler.has_unfinished(), "deadlock"
             return None
-        self._check_limits(plan, waiting_before)
-        self._check_order_of_admission(plan)
-        self._check_shared(plan)
-        tokens, nodes = self.device.execute(plan.pack(self.config.max_num_seqs))
-        for row, (seq, node) in enumerate(zip(plan.seqs, nodes, strict=True)):
-            start, count = plan.starts[row], plan.counts[row]
+        self._check_limits(schedule, waiting_before)
+        self._check_order_of_admission(schedule)
+        self._check_shared(schedule)
+        tokens, nodes = self.device.execute(schedule.pack(self.config.max_num_seqs))
+        for row, (seq, node) in enumerate(zip(schedule.seqs, nodes, strict=True)):
+            start, count = schedule.starts[row], schedule.counts[row]
             length = self.device.num_computed[seq.slot]
             expected = self.requests[seq.request_id].text_alone(length)
             assert self.device.text(node) == expected, f"{seq} computed another text"
             constants = self.device.temperature[seq.slot], self.device.seed[seq.slot]
             assert constants == (np.float32(seq.constants.temperature), seq.constants.seed)
-            assert length <= start + count and (length == start + count or row < plan.num_old_rows)
+            assert length <= start + count and (length == start + count or row < schedule.num_old_rows)
             assert length >= seq.num_least_computed - 1 or length == seq.max_total_tokens - 1
-        self.pipeline.append((plan, tokens))
-        return plan
+        self.pipeline.append((schedule, tokens))
+        return schedule
 
     def collect(self) -> list[tuple[Sequence, int]]:
         """Gives the oldest launched step's tokens to the scheduler."""
-        plan, tokens = self.pipeline.popleft()
-        gained = self.scheduler.apply(plan, tokens)
+        schedule, tokens = self.pipeline.popleft()
+        gained = self.scheduler.apply(schedule, tokens)
         for seq, token in gained:
             request = self.requests[seq.request_id]
             assert not request.aborted, "a token arrives after an abort"
@@ -170,14 +170,14 @@ class Simulation:
         self.check()
         return gained
 
-    def step(self) -> StepPlan | None:
+    def step(self) -> Schedule | None:
         """One turn of the engine's loop."""
         if len(self.pipeline) == self.depth:
             self.collect()
-        plan = self.launch()
-        if self.pipeline and (plan is None or len(self.pipeline) == self.depth):
+        schedule = self.launch()
+        if self.pipeline and (schedule is None or len(self.pipeline) == self.depth):
             self.collect()
-        return plan
+        return schedule
 
     def drain(self) -> None:
         while self.pipeline:
@@ -220,64 +220,64 @@ class Simulation:
         elif seq.status is not SequenceStatus.FINISHED:
             assert len(request.gained) < len(expected), f"{seq} goes on past its end"
 
-    def _check_preempted(self, running_before: list[Sequence], plan: StepPlan | None) -> None:
+    def _check_preempted(self, running_before: list[Sequence], schedule: Schedule | None) -> None:
         """Only the newest rows give their blocks back, and never the oldest: somebody always gets on."""
-        again = plan.new_slots if plan is not None else []
+        again = schedule.new_slots if schedule is not None else []
         kept = [seq.status is SequenceStatus.RUNNING and seq not in again for seq in running_before]
         assert kept == sorted(kept, reverse=True)
         assert kept[:1] != [False]
         assert all(seq.status is not SequenceStatus.FINISHED for seq in running_before)
         self.num_preemptions += kept.count(False)
 
-    def _check_limits(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
+    def _check_limits(self, schedule: Schedule, waiting_before: list[Sequence]) -> None:
         config = self.config
-        assert len(plan.block_updates) <= 3 * most_block_updates(self.size, config.max_num_seqs)
+        assert len(schedule.block_updates) <= 3 * most_block_updates(self.size, config.max_num_seqs)
         capacity = packed_capacity(self.size, config.max_num_seqs, config.max_num_batched_tokens)
-        assert len(plan.pack(config.max_num_seqs)) <= capacity
-        num_tokens = sum(plan.counts) + (plan.places - 1) * plan.num_decode_rows
-        assert 0 < plan.num_tokens == num_tokens <= config.max_num_batched_tokens
-        assert plan.num_rows <= config.max_num_seqs
-        num_places = plan.num_rows + (plan.places - 1) * plan.num_decode_rows
+        assert len(schedule.pack(config.max_num_seqs)) <= capacity
+        num_tokens = sum(schedule.counts) + (schedule.places - 1) * schedule.num_decode_rows
+        assert 0 < schedule.num_tokens == num_tokens <= config.max_num_batched_tokens
+        assert schedule.num_rows <= config.max_num_seqs
+        num_places = schedule.num_rows + (schedule.places - 1) * schedule.num_decode_rows
         assert num_places <= most_places(config.max_num_seqs, self.scheduler.drafting.tokens_per_step)
-        assert len(set(plan.seqs)) == plan.num_rows
+        assert len(set(schedule.seqs)) == schedule.num_rows
         assert len(self.scheduler.running) <= config.max_num_seqs
-        if plan.num_old_rows:
+        if schedule.num_old_rows:
             cap = config.max_num_prefill_tokens_with_decodes
             if cap is None:
-                cap = min(4096, max(1024, sum(seq.num_total_tokens for seq in [*waiting_before, *plan.seqs]) // 8))
+                cap = min(4096, max(1024, sum(seq.num_total_tokens for seq in [*waiting_before, *schedule.seqs]) // 8))
                 cap += TILE // 2  # chunks and decodes fill whole tiles
-            assert plan.num_prefill_tokens <= cap
-        assert plan.num_decode_rows <= plan.num_sample_rows <= plan.num_rows
-        for row, (seq, start, count) in enumerate(zip(plan.seqs, plan.starts, plan.counts, strict=True)):
+            assert schedule.num_prefill_tokens <= cap
+        assert schedule.num_decode_rows <= schedule.num_sample_rows <= schedule.num_rows
+        for row, (seq, start, count) in enumerate(zip(schedule.seqs, schedule.starts, schedule.counts, strict=True)):
             assert start + count == seq.num_computed_tokens <= seq.num_total_tokens
-            assert seq.last_token_on_device == (row < plan.num_sample_rows)
-            if row < plan.num_sample_rows:  # computed all there was, and gained what nobody has seen yet
+            assert seq.last_token_on_device == (row < schedule.num_sample_rows)
+            if row < schedule.num_sample_rows:  # computed all there was, and gained what nobody has seen yet
                 assert seq.num_least_tokens - 1 <= start + count <= seq.num_total_tokens - 1
-            assert count == 1 or row >= plan.num_decode_rows
+            assert count == 1 or row >= schedule.num_decode_rows
             assert start + count < seq.max_total_tokens >= seq.num_least_tokens, "sampled past the end"
         half_computed = [seq for seq in self.scheduler.running if not seq.last_token_on_device]
         assert len(half_computed) <= config.max_num_partial_prefills
-        if any(not self._is_long(seq) for seq in self._waiting_for_room(plan)):
-            for seq, start, count in zip(plan.seqs, plan.starts, plan.counts, strict=True):
+        if any(not self._is_long(seq) for seq in self._waiting_for_room(schedule)):
+            for seq, start, count in zip(schedule.seqs, schedule.starts, schedule.counts, strict=True):
                 if self._is_long(seq) and seq.num_tokens - start > config.long_prefill_threshold:
                     assert count <= config.long_prefill_threshold
 
-    def _check_shared(self, plan: StepPlan) -> None:
+    def _check_shared(self, schedule: Schedule) -> None:
         """Cached tokens were computed for a request that begins with them and has the same salt."""
-        for seq in plan.new_slots:
+        for seq in schedule.new_slots:
             cached = seq.token_ids[: seq.num_cached_tokens]
             owners = [one.seq for one in self.requests.values() if one.seq is not seq or seq in self.begun]
             owners = [owner for owner in owners if owner.prompt.extras == seq.prompt.extras]
             assert not cached or any(owner.token_ids[: len(cached)] == cached for owner in owners)
-        self.begun.update(plan.new_slots)
+        self.begun.update(schedule.new_slots)
 
-    def _waiting_for_room(self, plan: StepPlan) -> list[Sequence]:
+    def _waiting_for_room(self, schedule: Schedule) -> list[Sequence]:
         """Rows that wait, without those that may wait to share what rows of this step do not share yet, and those whose
         adapter has no slot."""
         size = self.scheduler.memory.block_size
         beginnings = [
             seq.token_ids[: min(start, seq.prefix.num_published * size) + 1]
-            for seq, start in zip(plan.seqs, plan.starts, strict=True)
+            for seq, start in zip(schedule.seqs, schedule.starts, strict=True)
         ]
         return [
             seq
@@ -289,20 +289,20 @@ class Simulation:
     def _is_long(self, seq: Sequence) -> bool:
         return 0 < self.config.long_prefill_threshold < seq.num_prompt_tokens
 
-    def _check_order_of_admission(self, plan: StepPlan) -> None:
+    def _check_order_of_admission(self, schedule: Schedule) -> None:
         """First come, first served among short and among long prompts. A long one never overtakes a short one; a short
         one overtakes a long one only where as many long ones are in progress as may be. Whoever begins with what
         a row of this step does not share yet may be overtaken: it waits to share that."""
-        for seq in plan.new_slots:
+        for seq in schedule.new_slots:
             assert seq.num_cached_tokens < seq.num_tokens
-        waiting = self._waiting_for_room(plan)
-        start_of = dict(zip(plan.seqs, plan.starts, strict=True))
+        waiting = self._waiting_for_room(schedule)
+        start_of = dict(zip(schedule.seqs, schedule.starts, strict=True))
         threshold = self.config.long_prefill_threshold
         num_long = sum(
             0 < threshold < seq.num_tokens - start_of.get(seq, seq.num_computed_tokens)
             for seq in self.scheduler.running
         )
-        for admitted in plan.new_slots:
+        for admitted in schedule.new_slots:
             for left in waiting:
                 if left.request_id < admitted.request_id:
                     assert self._is_long(left) and not self._is_long(admitted), f"{admitted} overtook {left}"
@@ -315,10 +315,11 @@ def blocks_of(seq: Sequence) -> list[int]:
     return [page.blocks[0] for page in table if page is not None]
 
 
-def rows(plan: StepPlan | None) -> list[tuple[int, int, int]]:
+def rows(schedule: Schedule | None) -> list[tuple[int, int, int]]:
     """(request, first position, tokens) by row."""
-    assert plan is not None
-    return [(s.request_id, start, n) for s, start, n in zip(plan.seqs, plan.starts, plan.counts, strict=True)]
+    assert schedule is not None
+    columns = zip(schedule.seqs, schedule.starts, schedule.counts, strict=True)
+    return [(seq.request_id, start, count) for seq, start, count in columns]
 
 
 def decoding(simulation: Simulation, count: int, max_tokens: int = 40) -> list[Request]:

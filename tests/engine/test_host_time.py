@@ -8,8 +8,8 @@ import pytest
 from simulation import make_sequence
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.wire.state import StateSize
 
 NUM_ROWS = 256
@@ -23,16 +23,16 @@ def schedule_seconds(num_waiting: int) -> float:
         prompt = [number % 1000] * (100 + 7 * number % 900)
         longest = 300 + number * 11 % 700
         scheduler.add(make_sequence(number, prompt, longest, stop=frozenset({0}), capacity=scheduler.capacity_tokens))
-    launched: deque[StepPlan] = deque()
+    launched: deque[Schedule] = deque()
     seconds, num_tight = [], 0
     for step in range(250):
         begin = time.thread_time()
-        plan = scheduler.schedule()
+        schedule = scheduler.schedule()
         seconds.append(time.thread_time() - begin)
         num_tight += len(scheduler.running) < NUM_ROWS
-        if plan is not None:
-            launched.append(plan)
-        while len(launched) > 1 or (launched and plan is None):
+        if schedule is not None:
+            launched.append(schedule)
+        while len(launched) > 1 or (launched and schedule is None):
             done = launched.popleft()
             scheduler.apply(done, [0 if (step + row) % 997 == 0 else 17 for row in range(done.num_sample_rows)])
     assert num_tight > 100 and len(scheduler.waiting) > num_waiting // 2, "memory is what they wait for"
@@ -53,10 +53,10 @@ def test_a_long_row_that_waits_is_looked_up_at_once_in_later_steps(block_size: i
 
     def step() -> float:
         begin = time.thread_time()
-        plan = scheduler.schedule()
+        schedule = scheduler.schedule()
         seconds = time.thread_time() - begin
-        assert plan is not None
-        scheduler.apply(plan, [17] * plan.num_sample_rows)
+        assert schedule is not None
+        scheduler.apply(schedule, [17] * schedule.num_sample_rows)
         return seconds
 
     scheduler.add(make_sequence(0, [*prompt, 5], 1))

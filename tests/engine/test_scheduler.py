@@ -33,10 +33,10 @@ def test_rows_are_decodes_then_prompts_that_finish_then_chunks() -> None:
     decoding(simulation, 1)
     simulation.add([1] * 5)
     simulation.add([2] * 20)
-    plan = simulation.step()
-    assert rows(plan) == [(0, 2, 1), (1, 0, 5), (2, 0, 4)]
-    assert (plan.num_decode_rows, plan.num_sample_rows, plan.num_tokens) == (1, 2, 10)
-    assert plan.num_prefill_tokens == 9
+    schedule = simulation.step()
+    assert rows(schedule) == [(0, 2, 1), (1, 0, 5), (2, 0, 4)]
+    assert (schedule.num_decode_rows, schedule.num_sample_rows, schedule.num_tokens) == (1, 2, 10)
+    assert schedule.num_prefill_tokens == 9
 
 
 # -- budgets and limits ---------------------------------------------------------------------------------------------
@@ -70,8 +70,8 @@ def test_prompt_tokens_beside_decodes_are_capped(cap: int | None, waiting: int, 
     simulation = Simulation(depth=1, num_blocks=600, block_size=128, tensor_parallel_size=ranks, **options)
     decoding(simulation, 2)
     simulation.add([1] * waiting)
-    plan = simulation.step()
-    assert (plan.num_decode_rows, plan.num_prefill_tokens) == (2, expected)
+    schedule = simulation.step()
+    assert (schedule.num_decode_rows, schedule.num_prefill_tokens) == (2, expected)
     if waiting == 2000:
         assert simulation.step().num_prefill_tokens == expected
     if waiting == 1025:
@@ -114,9 +114,9 @@ def test_a_long_prompt_that_was_queued_first_begins_first_whatever_its_number() 
     for number, length in ((3, 10), (1, 2), (2, 9), (0, 3)):
         scheduler.add(make_sequence(number, [1] * length, max_tokens=1))
     begun = []
-    while (plan := scheduler.schedule()) is not None:
-        begun += [seq.request_id for seq in plan.new_slots]
-        scheduler.apply(plan, [0] * plan.num_sample_rows)
+    while (schedule := scheduler.schedule()) is not None:
+        begun += [seq.request_id for seq in schedule.new_slots]
+        scheduler.apply(schedule, [0] * schedule.num_sample_rows)
     assert begun == [3, 1, 2, 0]
 
 
@@ -202,8 +202,8 @@ def num_computed(simulation: Simulation) -> int:
     """Steps to the end; returns the prompt tokens that they computed."""
     computed = 0
     while simulation.scheduler.has_unfinished():
-        plan = simulation.step()
-        computed += plan.num_prefill_tokens if plan is not None else 0
+        schedule = simulation.step()
+        computed += schedule.num_prefill_tokens if schedule is not None else 0
     simulation.run_to_end()
     return computed
 
@@ -224,8 +224,8 @@ def test_equal_prompts_are_computed_once(
     for _ in range(copies):
         simulation.add(prompt, max_tokens=3)
         if apart:
-            plan = simulation.step()
-            computed += plan.num_prefill_tokens if plan is not None else 0
+            schedule = simulation.step()
+            computed += schedule.num_prefill_tokens if schedule is not None else 0
     computed += num_computed(simulation)
     few = length % block_size if 0 < length % block_size <= min(16, block_size // 2) else 1
     assert computed == length + (copies - 1) * few
@@ -248,8 +248,8 @@ def test_groups_of_one_template() -> None:
     for number in range(64):
         simulation.add([*range(40), *[50 + number // 8] * 3, *range(20)], max_tokens=2)
     steps = [simulation.launch(), simulation.launch()]
-    assert [len(rows(plan)) for plan in steps] == [1, 7 + 8]
-    assert sum(plan.num_prefill_tokens for plan in steps if plan) + num_computed(simulation) == 63 + 7 * 23 + 7 * 8
+    assert [len(rows(step)) for step in steps] == [1, 7 + 8]
+    assert sum(step.num_prefill_tokens for step in steps if step) + num_computed(simulation) == 63 + 7 * 23 + 7 * 8
 
 
 @pytest.mark.parametrize(("block_size", "num_prompt_tokens"), [(32, 90), (128, 100)])
@@ -278,8 +278,8 @@ def test_a_preempted_request_goes_on_from_its_cached_prefix() -> None:
         simulation.step()
     assert new.seq.status is SequenceStatus.WAITING and new.gained
     while new.seq.status is SequenceStatus.WAITING:
-        plan = simulation.step()
-    assert plan.seqs[-1] is new.seq and plan.starts[-1] == new.seq.num_cached_tokens == 8
+        schedule = simulation.step()
+    assert schedule.seqs[-1] is new.seq and schedule.starts[-1] == new.seq.num_cached_tokens == 8
     assert new.seq.num_prompt_cached_tokens == 0, "what preemption finds again is no hit of the prompt"
     simulation.run_to_end()
 
@@ -346,8 +346,8 @@ def test_the_slot_and_blocks_of_an_aborted_request_serve_the_next_at_once() -> N
     second = simulation.add([2] * 5, max_tokens=3)
     simulation.launch()
     simulation.abort(first)
-    plan = simulation.launch()
-    assert plan.seqs == [second.seq], "while the step of the aborted one is still in flight"
+    schedule = simulation.launch()
+    assert schedule.seqs == [second.seq], "while the step of the aborted one is still in flight"
     simulation.collect()
     simulation.run_to_end()
 

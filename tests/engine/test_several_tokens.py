@@ -33,8 +33,8 @@ def scheduler_of(num_blocks: int, tokens_per_step: int, *groups: PageGroup, **op
 def begin(scheduler: Scheduler, seq: Sequence) -> None:
     """Brings the row to its first token, with no step in flight."""
     scheduler.add(seq)
-    plan = scheduler.schedule()
-    scheduler.apply(plan, [1])
+    schedule = scheduler.schedule()
+    scheduler.apply(schedule, [1])
     assert seq.last_token_on_device
 
 
@@ -51,8 +51,8 @@ def test_a_row_with_windows_gets_on_in_the_memory_that_is_kept_for_it() -> None:
             begin(scheduler, seq)
             launched = [scheduler.schedule()]
             while seq.status is SequenceStatus.RUNNING:
-                if (plan := scheduler.schedule()) is not None:
-                    launched.append(plan)
+                if (schedule := scheduler.schedule()) is not None:
+                    launched.append(schedule)
                 count = chosen.randint(1, most_now := (step := launched.pop(0)).places)
                 scheduler.apply(step, [2] * count + [-1] * (most_now - count))
                 scheduler.check_integrity()

@@ -83,10 +83,10 @@ def test_random_traffic(seed: int) -> None:
         live = [one for one in engine.requests.values() if one.seq.status in (RUNNING, WAITING)]
         if live and draw.random() < 0.1:
             engine.abort(draw.choice(live))
-        plan = engine.step()
-        if plan is not None:
-            held.update(plan.adapters)
-            for seq in plan.seqs:
+        schedule = engine.step()
+        if schedule is not None:
+            held.update(schedule.adapters)
+            for seq in schedule.seqs:
                 if seq.status is RUNNING and seq.prompt.adapter is not None:
                     assert held[seq.adapter_slot] == seq.prompt.adapter
     engine.run_to_end()

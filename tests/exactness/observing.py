@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from nanovllm import LLM
+from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.kernels.sampling.rng import gumbel_noise_reference, random_words_reference, row_key_reference
 
 
@@ -62,20 +62,20 @@ class StepWitness:
     _begun: set[Sequence] = field(default_factory=set)
 
     def watch(self, llm: LLM) -> "StepWitness":
-        schedule = llm.engine.scheduler.schedule
+        choose = llm.engine.scheduler.schedule
 
-        def watched() -> StepPlan | None:
-            plan = schedule()
-            if plan is not None:
-                self._note(plan)
-            return plan
+        def watched() -> Schedule | None:
+            schedule = choose()
+            if schedule is not None:
+                self._note(schedule)
+            return schedule
 
         scheduler: Any = llm.engine.scheduler
         scheduler.schedule = watched
         return self
 
-    def _note(self, plan: StepPlan) -> None:
-        self.num_partial_chunks += plan.num_rows - plan.num_sample_rows
-        self.num_rows_after_preemption += sum(seq in self._begun for seq in plan.new_slots)
-        self._begun.update(plan.new_slots)
-        self.most_rows = max(self.most_rows, plan.num_rows)
+    def _note(self, schedule: Schedule) -> None:
+        self.num_partial_chunks += schedule.num_rows - schedule.num_sample_rows
+        self.num_rows_after_preemption += sum(seq in self._begun for seq in schedule.new_slots)
+        self._begun.update(schedule.new_slots)
+        self.most_rows = max(self.most_rows, schedule.num_rows)

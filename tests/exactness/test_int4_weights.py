@@ -98,7 +98,7 @@ def test_new_weights_packed_or_wide(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_plan_reads_the_headers_of_every_packing(folder_of: Callable[[str], Path], layout: str) -> None:
+def test_plan_reads_the_headers_of_every_packing(folder_of: Callable[[str], Path], layout: str) -> None:
     assert main(["plan", str(folder_of(layout)), "-tp", "1"]) == 0
 
 

@@ -20,7 +20,7 @@ from nanovllm.cli.main import main
 from nanovllm.config import EngineConfig
 from nanovllm.executor.resolve import resolve
 from nanovllm.models.registry import read_model_config, resolve_model_folder
-from nanovllm.runner.memory_plan import GPUS, plan_rank
+from nanovllm.runner.footprint import GPUS, footprint_of
 
 SHARED = [(11 * i) % 140 for i in range(35)]
 PROMPTS = [[5], [*SHARED, 9, 8, 7], [*SHARED, 30], [*range(20, 45)], [(3 * i) % 140 for i in range(60)], [7, 7], SHARED]
@@ -135,7 +135,7 @@ def test_tokens_are_those_of_the_twin(models: dict[str, Model], kind: str, name:
             assert cached >= (16 if "num_kvcache_blocks" in options else 64)
 
 
-def test_a_plan_counts_both_attentions_of_a_layer(
+def test_plan_counts_both_attentions_of_a_layer(
     models: dict[str, Model], capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = models["difference"]
@@ -180,12 +180,12 @@ def test_memory_is_counted(model: Model, capsys: pytest.CaptureFixture[str]) -> 
     has, needs = f"leaves {slots // 2} bytes for the KV cache", rf"{slots} bytes in states of fixed size"
     with pytest.raises(ValueError, match=rf"^cpu_kvcache_gib=.*: {has}, must leave at least .*\({needs}"):
         model.start(cpu_kvcache_gib=slots / 2 / (1 << 30), num_state_lines=8)
-    plan = ["plan", model.folder, "--plugins", *model.options["plugins"], "-tp", "1", "--num-state-lines", "8"]
-    assert main([*plan, "--json"]) == 0
+    command = ["plan", model.folder, "--plugins", *model.options["plugins"], "-tp", "1", "--num-state-lines", "8"]
+    assert main([*command, "--json"]) == 0
     [found] = json.loads(capsys.readouterr().out)["plans"]
     assert found["slots"] == slots and found["graphs"] == 0  # the recurrence cannot be captured
     assert set(found["users"].values()) == {8}  # no more than slots, however many blocks there are
-    assert main(plan) == 0
+    assert main(command) == 0
     assert "States of fixed size: 8, each of" in capsys.readouterr().out
 
 
@@ -197,14 +197,14 @@ def test_slots_that_are_taken_are_memory_in_use(model: Model) -> None:
             assert llm.stats().kv_cache_usage == used
 
 
-def test_the_plan_refuses_slots_that_do_not_fit(model: Model) -> None:
+def test_slots_that_do_not_fit_are_refused(model: Model) -> None:
     own = {name: model.options[name] for name in ("plugins", "device", "skip_tokenizer_init")}
     config = resolve_model_folder(EngineConfig.from_options(model.folder, **own))
     family = read_model_config(config)
     few, many = (resolve(replace(config, num_state_lines=lines), family) for lines in (8, 1 << 26))
-    assert plan_rank(few, family, GPUS["L4"]).blocks > 0
+    assert footprint_of(few, family, GPUS["L4"]).blocks > 0
     with pytest.raises(ValueError, match=r"gpu_memory_utilization=.* GiB in states of fixed size"):
-        plan_rank(many, family, GPUS["L4"]).blocks  # noqa: B018 (raises)
+        footprint_of(many, family, GPUS["L4"]).blocks  # noqa: B018 (raises)
 
 
 def test_rows_that_have_begun_sleep(model: Model) -> None:

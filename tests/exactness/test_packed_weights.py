@@ -20,7 +20,7 @@ from workload import ROOMY, assert_outputs, make_requests, run, tokens_alone
 from nanovllm import LLM
 from nanovllm.cli.main import main
 from nanovllm.errors import WeightsIncomplete
-from nanovllm.runner.memory_plan import weight_bytes
+from nanovllm.runner.footprint import weight_bytes
 
 REQUESTS = make_requests(most_tokens=10)
 TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_batched_tokens": 64}
@@ -71,17 +71,17 @@ def test_experts_give_the_wide_checkpoints_tokens(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_plan_counts_what_ranks_hold_and_the_log_says_what_is_unused(
+def test_plan_counts_what_ranks_hold_and_the_log_says_what_is_unused(
     dense: Callable[[str], tuple[Path, Path]], name: str, capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture
 ) -> None:  # fmt: skip
     packed, _ = dense(name)
     assert main(["plan", str(packed), "--dtype", "float32", "--json"]) == 0
     ranks = DENSE[name].get("tensor_parallel_size", 1)
-    plans = {one["tensor_parallel_size"]: one["weights"] for one in json.loads(capsys.readouterr().out)["plans"]}
+    counted = {one["tensor_parallel_size"]: one["weights"] for one in json.loads(capsys.readouterr().out)["plans"]}
     caplog.clear()
     with caplog.at_level(logging.WARNING), LLM(str(packed), tensor_parallel_size=ranks, **ROOMY) as llm:
-        assert weight_bytes(llm.engine.executor.runner.weights.all) == plans[ranks]
+        assert weight_bytes(llm.engine.executor.runner.weights.all) == counted[ranks]
     said = " ".join(record.message for record in caplog.records)
     assert ("weights alone are quantised here" in said) == (name in ("modelopt", "nvfp4", "int8"))
     assert ("scales of FP8 keys and values are unused" in said) == (name in ("modelopt", "nvfp4"))

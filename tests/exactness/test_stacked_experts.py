@@ -50,7 +50,7 @@ def apart(tensors: Tensors) -> Tensors:
 
 
 def test_a_stack_is_the_matrices_of_each(tmp_path: Path) -> None:
-    """On several ranks, rounded while loading, in an update and in a plan."""
+    """On several ranks, rounded while loading, in an update and by `nanovllm plan`."""
     case = CASES["qwen3_5_moe"]
     kinds = case.entries["layer_types"][:2]
     case = replace(case, entries={**case.entries, "num_hidden_layers": 2, "layer_types": kinds})

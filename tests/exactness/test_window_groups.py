@@ -130,7 +130,7 @@ def test_sleep_and_a_transfer_let_rows_begin_again(tmp_path: Path) -> None:
             for _ in range(count):
                 for output in llm.step():
                     gained[output.request_id] += output.new_token_ids
-                copies += len(scheduler._last_plan.block_copies) if scheduler._last_plan else 0
+                copies += len(scheduler._last_schedule.block_copies) if scheduler._last_schedule else 0
 
         steps(14)
         llm.pause("keep")
@@ -229,11 +229,11 @@ def serve(layout: StateLayout, num_bytes: int, length: int) -> tuple[int, int]:
         )  # fmt: skip
         scheduler.add(seq)
     most_rows = most_held = 0
-    while (plan := scheduler.schedule()) is not None and not scheduler.num_preemptions:
-        decoding = plan.seqs[: plan.num_decode_rows]
+    while (schedule := scheduler.schedule()) is not None and not scheduler.num_preemptions:
+        decoding = schedule.seqs[: schedule.num_decode_rows]
         most_rows = max(most_rows, len(decoding))
         most_held = max([most_held, *(seq.memory.num_held_blocks for seq in decoding)])
-        scheduler.apply(plan, [1] * plan.num_sample_rows)
+        scheduler.apply(schedule, [1] * schedule.num_sample_rows)
     return most_rows, most_held * per_block
 
 

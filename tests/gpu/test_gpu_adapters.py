@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.models.adapter_files import Adapter
 from nanovllm.runner.adapter_layout import names_of_experts
 from nanovllm.transfer.buckets import Entry, described
 from nanovllm.transfer.receiver import WeightSender
@@ -92,8 +93,8 @@ def test_an_adapter_from_memory(requests: list[LoRARequest | None]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2, "share_gpus": True, "enforce_eager": True}])
-def test_tensors_on_the_gpu_are_held_as_those_of_the_host(options: dict[str, Any]) -> None:
-    """Of each type, times the scale, and in pinned memory that another adapter had before."""
+def test_a_gpu_arranges_tensors_as_the_host_would(options: dict[str, Any]) -> None:
+    """Wherever they are, of each type, times the scale, and in pinned memory that another adapter had before."""
     model = AutoModelForCausalLM.from_pretrained(EngineConfig("demo").model)
     slots: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_model_len": 512, "num_kvcache_blocks": 64}
     with LLM("demo", device=DEVICE, **slots, **options) as llm:
@@ -103,13 +104,15 @@ def test_tensors_on_the_gpu_are_held_as_those_of_the_host(options: dict[str, Any
                 config = CONFIG | {"lora_alpha": alpha}
                 made = random_tensors(model, linears(model), config, seed)
                 tensors = {name: tensor.to(dtype) for name, tensor in made.items()}
-                found = []
+                adapter = Adapter("", config, tensors)
+                by_host = torch.empty((layout := adapters.layouts.of(adapter)).size, dtype=adapters._dtype)
+                layout.fill(by_host, [*tensors.values()])
                 for given in (tensors, {name: tensor.cuda() for name, tensor in tensors.items()}):
                     llm.load_adapter("a", tensors=given, config=config)
                     [held] = adapters._held.values()
-                    assert all(half.is_pinned() for halves in held.values() for half in halves)
-                    found.append([half.clone() for halves in held.values() for half in halves])
-                assert all(here.equal(there) for here, there in zip(*found, strict=True))
+                    for halves, expected in zip(held.values(), layout.halves(by_host).values(), strict=True):
+                        assert all(half.is_pinned() for half in halves)
+                        assert all(half.equal(other) for half, other in zip(halves, expected, strict=True))
 
 
 def random_adapter(llm: LLM, seed: int, folder: Path) -> LoRARequest:

@@ -1,6 +1,6 @@
 """The next step is scheduled shortly before the present one ends, never long after."""
 
-from nanovllm.engine.step_plan import StepPlan
+from nanovllm.engine.schedule import Schedule
 from nanovllm.host.step_clock import StepClock
 
 
@@ -22,7 +22,7 @@ class Device:
         early, idle = self.end - self.time, max(0.0, self.time - self.end)
         self.time = max(self.time, self.end)
         self.end = self.time + seconds
-        self.clock.note(StepPlan(num_decode_rows=rows, host_token_ids=[0] * prompt_tokens))
+        self.clock.note(Schedule(num_decode_rows=rows, host_token_ids=[0] * prompt_tokens))
         return early, idle
 
 

@@ -10,7 +10,7 @@ from gemm_checks import check_pdl
 from token_by_token import mixed
 
 from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
-from nanovllm.kernels.attention.decode_plan import DecodePlan
+from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.fp8 import gemm
 from nanovllm.kernels.fp8.operands import FP8Weight
@@ -137,8 +137,8 @@ def test_attention_behind_rope(rows: int, in_fp8: bool) -> None:
     """Rows of several chunks, which are merged, and in each layer a key and a value that the layer before wrote."""
     heads, kv_heads, dim, page, context = 8, 2, 128, 128, 700
     spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5)
-    plan = DecodePlan(kv_heads, dim, None, rows, 1024, DEVICE, fp8=in_fp8)
-    attention = DecodeAttention(spec, page, plan, DecodeScratch.for_specs({spec: plan}, DEVICE))
+    work_list = WorkList(kv_heads, dim, None, rows, 1024, DEVICE, fp8=in_fp8)
+    attention = DecodeAttention(spec, page, work_list, DecodeScratch.for_specs({spec: work_list}, DEVICE))
     how = QKNormRope(heads, kv_heads, dim, rotary_dim=dim)
     cos_sin = torch.rand(1024, dim, device=DEVICE)
     blocks = -(-context // page)
@@ -150,7 +150,7 @@ def test_attention_behind_rope(rows: int, in_fp8: bool) -> None:
     if in_fp8:
         (k, k_scales), (v, v_scales) = quantised_reference(k), quantised_reference(v)
         scales = torch.stack((k_scales, v_scales), dim=-1)
-    plan.make(torch.arange(rows, dtype=torch.int32, device=DEVICE), lengths, rows)
+    work_list.make(torch.arange(rows, dtype=torch.int32, device=DEVICE), lengths, rows)
     qkv, o = rand((heads + 2 * kv_heads) * dim, HIDDEN, seed=3), rand(HIDDEN, heads * dim, seed=4)
     config = GemmConfig("fma", 8, block_k=512, stages=2)
 

@@ -18,14 +18,14 @@ def test_a_steady_step_is_its_rows_and_the_blocks_that_they_take() -> None:
     decoding(simulation, NUM_ROWS - 1, max_tokens=100)
     total = 0
     for _ in range(BLOCK):
-        plan = simulation.step()
-        assert plan is not None and plan.num_decode_rows == plan.num_rows == NUM_ROWS - 1
-        total += plan.pack(NUM_ROWS).nbytes
+        schedule = simulation.step()
+        assert schedule is not None and schedule.num_decode_rows == schedule.num_rows == NUM_ROWS - 1
+        total += schedule.pack(NUM_ROWS).nbytes
     assert total == BLOCK * FIXED + (NUM_ROWS - 1) * UPDATE
     simulation.add([9] * 30)
-    plan = simulation.step()
-    assert plan is not None and (plan.num_rows, plan.num_prefill_tokens) == (NUM_ROWS, 30)
-    assert plan.pack(NUM_ROWS).nbytes == FIXED + 4 * (30 + RECORD_SIZE + len(plan.block_updates))
+    schedule = simulation.step()
+    assert schedule is not None and (schedule.num_rows, schedule.num_prefill_tokens) == (NUM_ROWS, 30)
+    assert schedule.pack(NUM_ROWS).nbytes == FIXED + 4 * (30 + RECORD_SIZE + len(schedule.block_updates))
 
 
 @pytest.mark.parametrize("rows", [1, 256, 1024])

@@ -144,7 +144,7 @@ with torch.inference_mode(), launching_nothing(lambda job: None), runner.model.f
     launch = JITFunction.run
     def run(self, *args, **options):
         name = self.__name__
-        prepares = ".step." in self.fn.__module__ or "plan" in name
+        prepares = ".step." in self.fn.__module__ or name.startswith("list_")
         launches.append(("prepares" if prepares else name, bool(options.get("launch_pdl"))))
         return launch(self, *args, **options)
     JITFunction.run = run
@@ -160,11 +160,11 @@ assert len(behind) > 20 and not any(is_early for _, is_early in behind), behind
 DENSE = DRY_RUN + FEW_LAYERS + BEHIND_A_STEPS_PREPARATION + """
 single = "apply_deltas expand_rows prepare_decode qk_norm_rope_store activation norm".split()
 assert set(counts) >= {f"_{name}_kernel" for name in single} | {"best_of_chunks_kernel",
-    "prefill_attention_kernel", "plan_prefill_kernel", "merge_chunks_kernel"}, counts
-[plan] = runner.backend.plans.values()
-configs = {rows: plan.config(rows) for rows in range(1, 73)}
-classes = {(c.block_n, c.num_warps, c.num_stages, plan.max_splits(c)) for c in configs.values()}
-assert counts["decode_attention_kernel"] == len(classes) > 1 and counts["plan_decode_kernel"] >= len(classes), counts
+    "prefill_attention_kernel", "list_tiles_kernel", "merge_chunks_kernel"}, counts
+[work_list] = runner.backend.work_lists.values()
+configs = {rows: work_list.config(rows) for rows in range(1, 73)}
+classes = {(c.block_n, c.num_warps, c.num_stages, work_list.max_splits(c)) for c in configs.values()}
+assert counts["decode_attention_kernel"] == len(classes) > 1 and counts["list_chunks_kernel"] >= len(classes), counts
 products = [*runner.model.layers[0].operations, runner.model.lm_head.product]
 chosen = {(one, choose(one, rows, runner.planner.rules)[0].kernel) for one in products for rows in decode_buckets(72)}
 expected = {(one, kernel) for one, kernel in chosen if kernel != "library"}
@@ -223,12 +223,12 @@ def test_kernels_of_a_gpu_that_need_not_be_there(name: str, tmp_path: Path) -> N
 
 def test_a_job_that_fails_is_reported_and_leaves_no_stamp(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    compiler = KernelCompiler(2, tmp_path / "stamp")
+    compiler, shares = KernelCompiler(2, tmp_path / "stamp"), list[float]()
     try:
         compiler.submit(NOT_THERE)
         compiler.submit(NOT_THERE)
         assert compiler.num_jobs == 1
-        assert not compiler.wait(60)
+        assert not compiler.wait(60, shares.append) and shares == [1.0]
         assert "no_such_kernel" in compiler.failures[0]
         compiler.mark_complete()
         assert not (tmp_path / "stamp").exists()

@@ -50,12 +50,12 @@ class Fleet:
             if self.router.num_waiting:
                 self.idle_beside_a_queue += sum(not each.has_unfinished() for each in self.schedulers)
             for replica, scheduler in enumerate(self.schedulers):
-                if (plan := scheduler.schedule()) is None:
+                if (schedule := scheduler.schedule()) is None:
                     continue
                 self.most_waiting = max(self.most_waiting, len(scheduler.waiting))
-                self.work[replica] += plan.num_tokens
-                self.computed[replica] += plan.num_prefill_tokens
-                for seq, _ in scheduler.apply(plan, [7] * plan.num_sample_rows):
+                self.work[replica] += schedule.num_tokens
+                self.computed[replica] += schedule.num_prefill_tokens
+                for seq, _ in scheduler.apply(schedule, [7] * schedule.num_sample_rows):
                     if seq.ending is not None:
                         del live[seq.request_id]
                         if self.route is None:

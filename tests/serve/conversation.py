@@ -75,8 +75,8 @@ def _asked(answer_id: str, given: Any = None) -> tuple[Any, Any, Prepared]:
     """The model, the call and the request of an answer with this id."""
     served = Mock(info={"eos_token_ids": []}, fingerprint="f")
     served.name = "demo"
-    plan: Any = Mock(tags_seen=lambda skips: {})
-    prepared = Prepared(api.CommonFields(), [Prompt([5])], {"temperature": 0.25}, [9], plan, given)
+    syntax: Any = Mock(tags_seen=lambda skips: {})
+    prepared = Prepared(api.CommonFields(), [Prompt([5])], {"temperature": 0.25}, [9], syntax, given)
     return served, Mock(given_id=answer_id), prepared
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nanovllm import StructuredOutput
 from nanovllm.engine.sampling.grammar_compiler import GrammarCompiler
 from nanovllm.errors import short
-from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_tools, joined
+from nanovllm.serve.parsers import Delta, OutputParser, Syntax, check_tools, joined
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "assets" / "demo-qwen3"
@@ -135,25 +135,25 @@ class Model:
     def ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def read(self, plan: Plan, text: str, cuts: Sequence[int] | None = None) -> list[Delta]:
+    def read(self, syntax: Syntax, text: str, cuts: Sequence[int] | None = None) -> list[Delta]:
         """`read` of a text's tokens."""
-        return read(plan, self.ids(text), cuts)
+        return read(syntax, self.ids(text), cuts)
 
-    def reader(self, plan: Plan, ids: Sequence[int]) -> Any:
+    def reader(self, syntax: Syntax, ids: Sequence[int]) -> Any:
         """A reader that has been given an output."""
-        reader = plan.reader()
+        reader = syntax.reader()
         assert reader is not None
-        reader.push("".join(map(plan.detokenizer().push, ids)))
+        reader.push("".join(map(syntax.detokenizer().push, ids)))
         return reader
 
-    def plan(self, prompt: str = "", choice: Any = "auto", structured: Any = None, **options: Any) -> Plan:
+    def syntax(self, prompt: str = "", choice: Any = "auto", structured: Any = None, **options: Any) -> Syntax:
         tools = options.get("tools", TOOLS)
         allowed = None if tools is None else check_tools(tools, choice, options.get("parallel"))
-        return self.parser.plan(prompt, allowed, structured)
+        return self.parser.syntax(prompt, allowed, structured)
 
-    def matcher(self, plan: Plan) -> Any:
-        assert plan.structured is not None and plan.structured.grammar is not None
-        grammar = plan.structured.grammar
+    def matcher(self, syntax: Syntax) -> Any:
+        assert syntax.structured is not None and syntax.structured.grammar is not None
+        grammar = syntax.structured.grammar
         if grammar not in self._matchers:
             made = llguidance.LLMatcher(self.library, llguidance.LLMatcher.grammar_from_lark(grammar))
             assert not made.is_error(), made.get_error()
@@ -161,30 +161,30 @@ class Model:
         return self._matchers[grammar].deep_copy()
 
     def check_blame(self, prompt: str = "") -> None:
-        """Has the compiler refuse the schema of one tool among others, and of an answer: the plan says which it is."""
+        """Has the compiler refuse the schema of one tool among others, and of an answer: the syntax says which."""
         wrong = {"type": "object", "properties": {"a_number": {"type": "integer", "minimum": "x"}}}
         for name in ("first", "get_it", "last"):
             tools = [
                 {"type": "function", "function": {"name": each, "parameters": wrong if each == name else WEATHER}}
                 for each in ("first", "get_it", "last")
             ]
-            said = self.refused(self.plan(prompt, tools=tools))
-            found, why = self.plan(prompt, tools=tools).blame(said)
+            said = self.refused(self.syntax(prompt, tools=tools))
+            found, why = self.syntax(prompt, tools=tools).blame(said)
             assert found == name and why.endswith("Expected f64 for 'minimum', got \"x\""), (said, why)
-        plan = self.plan(prompt, structured=StructuredOutput(json=wrong))
-        assert plan.blame(self.refused(plan))[0] is None
+        syntax = self.syntax(prompt, structured=StructuredOutput(json=wrong))
+        assert syntax.blame(self.refused(syntax))[0] is None
 
-    def refused(self, plan: Plan) -> str:
+    def refused(self, syntax: Syntax) -> str:
         """The engine's words for a grammar that does not compile."""
-        assert plan.structured is not None and plan.structured.grammar is not None
+        assert syntax.structured is not None and syntax.structured.grammar is not None
         with pytest.raises(ValueError) as error:
-            self.compiler.compile("grammar", plan.structured.grammar)
+            self.compiler.compile("grammar", syntax.structured.grammar)
         return short(error.value)
 
-    def admits(self, plan: Plan, text: str) -> bool:
+    def admits(self, syntax: Syntax, text: str) -> bool:
         """Whether an engine, which asks for each token what may come next, could write a text (the beginning of a long
         one)."""
-        matcher, ids = self.matcher(plan), self.ids(text)
+        matcher, ids = self.matcher(syntax), self.ids(text)
         for token in ids[:200]:
             if not _next_bits(self, matcher)[token >> 3] >> (token & 7) & 1:
                 return False
@@ -283,9 +283,9 @@ class Message:
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
-def read(plan: Plan, ids: Sequence[int], cuts: Sequence[int] | None = None) -> list[Delta]:
+def read(syntax: Syntax, ids: Sequence[int], cuts: Sequence[int] | None = None) -> list[Delta]:
     """Deltas of an output for a client, in steps of as many tokens as `cuts` says, over and over; None: at once."""
-    reader, detokenizer = plan.reader(), plan.detokenizer()
+    reader, detokenizer = syntax.reader(), syntax.detokenizer()
     assert reader is not None
     deltas: list[Delta] = []
     at = step = 0
@@ -323,10 +323,10 @@ def next_ids(model: Model, matcher: Any) -> np.ndarray:
 _ENDINGS = ('"', "}", "]", "\n</parameter>\n", "</parameter>", "</arg_value>", "</invoke>")
 
 
-def random_output(model: Model, plan: Plan, seed: int, most: int = 400) -> tuple[list[int], bool]:
+def random_output(model: Model, syntax: Syntax, seed: int, most: int = 400) -> tuple[list[int], bool]:
     """Tokens that a model of no sense writes under a grammar, and whether it came to an end."""
     rng = random.Random(seed)
-    matcher, ids = model.matcher(plan), []
+    matcher, ids = model.matcher(syntax), []
     while len(ids) < most:
         allowed = next_ids(model, matcher)
         if matcher.is_stopped() or (model.eos in allowed and rng.random() < 0.5):

@@ -26,8 +26,8 @@ from parsing import (
 
 from nanovllm import StructuredOutput
 from nanovllm.engine.sampling.grammar_limits import check_text
-from nanovllm.serve.parsers import Delta, OutputParser, Plan, check_schema, check_tools
-from nanovllm.serve.parsers.plan import term
+from nanovllm.serve.parsers import Delta, OutputParser, Syntax, check_schema, check_tools
+from nanovllm.serve.parsers.syntax import term
 from nanovllm.text.checkpoint import CheckpointTokenizer
 
 PIECES = [
@@ -37,9 +37,9 @@ PIECES = [
 
 
 @cache
-def usual_plan(model: Model, prompt: str = "") -> Plan:
-    """The plan of an output that may call TOOLS."""
-    return model.plan(prompt)
+def usual_syntax(model: Model, prompt: str = "") -> Syntax:
+    """The syntax of an output that may call TOOLS."""
+    return model.syntax(prompt)
 
 
 @settings(max_examples=25, deadline=None)
@@ -56,11 +56,11 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
     openings = {"mistral": "[THINK]", "gemma4": "<|channel>thought\n", "seed_oss": "<seed:think>"}
     openings["hy_v3_opensource"] = "<think:opensource>"
     prompt = openings.get(model.family, "<think>\n") if opens else "assistant\n"
-    plan = usual_plan(model, prompt)
+    syntax = usual_syntax(model, prompt)
     text = model.write(message, opens)
-    assert model.admits(plan, text)
-    whole = model.read(plan, text)
-    assert model.read(plan, text, cuts) == whole
+    assert model.admits(syntax, text)
+    whole = model.read(syntax, text)
+    assert model.read(syntax, text, cuts) == whole
     assert message_of(whole) == message
 
 
@@ -70,33 +70,33 @@ def test_an_output_that_ends_early_reads_alike_at_any_cut(
     model: Model, made: list[Any], end: int, cuts: list[int]
 ) -> None:
     text = model.write(Message("why" if model.family in REASONING else None, "", made))
-    plan = usual_plan(model)
+    syntax = usual_syntax(model)
     ids = model.ids(text)[:end]
-    assert read(plan, ids, cuts) == read(plan, ids)
-    assert plan.finish_reason("length", model.reader(plan, ids)) == "length"
+    assert read(syntax, ids, cuts) == read(syntax, ids)
+    assert syntax.finish_reason("length", model.reader(syntax, ids)) == "length"
 
 
 @settings(max_examples=20, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=40).map("".join), cuts=steps)
 def test_any_text_at_all_reads_alike_at_any_cut(model: Model, text: str, cuts: list[int]) -> None:
-    plan = usual_plan(model)
-    assert model.read(plan, text, cuts) == model.read(plan, text)
+    syntax = usual_syntax(model)
+    assert model.read(syntax, text, cuts) == model.read(syntax, text)
 
 
 def test_text_that_is_no_call_stays_content(model: Model) -> None:
-    plan = model.plan()
+    syntax = model.syntax()
     for text in ("Just words.\n", "a < b, [1, 2] and more;\n\n", "x <tool_cal", 'x {"name": 1}', "x [TOOL", "\n\nx\n"):
-        assert model.admits(plan, text) and model.read(plan, text, [1]) == [Delta("content", text)]
+        assert model.admits(syntax, text) and model.read(syntax, text, [1]) == [Delta("content", text)]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_whatever_the_model_it_can_only_write_calls(model: Model, choice: Any) -> None:
-    plan = model.plan(model.closed, choice)
+    syntax = model.syntax(model.closed, choice)
     ended = 0
     for seed in range(15):
-        ids, whole = random_output(model, plan, seed)
-        deltas = read(plan, ids, [1 + seed % 7])
-        assert deltas == read(plan, ids)
+        ids, whole = random_output(model, syntax, seed)
+        deltas = read(syntax, ids, [1 + seed % 7])
+        assert deltas == read(syntax, ids)
         assert {delta.kind for delta in deltas} <= {"call", "arguments"}
         assert {delta.name for delta in deltas if delta.kind == "call"} <= {*SCHEMAS}
         if whole:
@@ -105,15 +105,15 @@ def test_whatever_the_model_it_can_only_write_calls(model: Model, choice: Any) -
             assert made and (choice == "required" or [name for name, _ in made] == ["get_weather"])
             for name, arguments in made:
                 VALIDATORS[name].validate(arguments)
-            reader = model.reader(plan, ids)
-            assert plan.finish_reason("stop", reader) == ("tool_calls" if choice == "required" else "stop")
-            assert plan.finish_reason("length", reader) == "length"
+            reader = model.reader(syntax, ids)
+            assert syntax.finish_reason("stop", reader) == ("tool_calls" if choice == "required" else "stop")
+            assert syntax.finish_reason("length", reader) == "length"
     assert ended >= 5
 
 
 def test_what_a_grammar_refuses(model: Model) -> None:
-    required, auto = model.plan(model.closed, "required"), model.plan(model.closed)
-    single, paris = model.plan(model.closed, "required", parallel=False), [("get_weather", {"city": "Paris"})]
+    required, auto = model.syntax(model.closed, "required"), model.syntax(model.closed)
+    single, paris = model.syntax(model.closed, "required", parallel=False), [("get_weather", {"city": "Paris"})]
     one, two = model.calls_text(paris), model.calls_text(paris * 2)
     assert model.admits(required, one) and model.admits(required, two)
     assert model.admits(single, one) and not model.admits(single, two)
@@ -133,15 +133,15 @@ def test_a_tool_that_is_not_strict_has_its_schema(model: Model) -> None:
     """As Codex and LlamaIndex send every tool."""
     loose = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": False}}]
     for choice in ("required", "auto"):
-        plan = model.plan(model.closed, choice, tools=loose)
-        assert model.admits(plan, model.calls_text([("get_weather", {"city": "Paris"})]))
-        assert not model.admits(plan, model.calls_text([("get_weather", {"town": "Paris"})]))
+        syntax = model.syntax(model.closed, choice, tools=loose)
+        assert model.admits(syntax, model.calls_text([("get_weather", {"city": "Paris"})]))
+        assert not model.admits(syntax, model.calls_text([("get_weather", {"town": "Paris"})]))
 
 
 def test_a_reference_to_no_schema_is_left_to_the_grammar(model: Model) -> None:
     for reference in ("#/type/x", "#/required/0", "#/$defs/a/b"):
         schema = {"type": "object", "properties": {"a": {"$ref": reference}}, "required": ["a"]}
-        assert model.plan("", "required", tools=[tool(parameters=schema)]).structured is not None
+        assert model.syntax("", "required", tools=[tool(parameters=schema)]).structured is not None
 
 
 def test_a_schema_that_does_not_compile_is_named_by_its_tool(model: Model) -> None:
@@ -149,9 +149,10 @@ def test_a_schema_that_does_not_compile_is_named_by_its_tool(model: Model) -> No
 
 
 def test_a_schema_beside_tools_holds_the_content(model: Model) -> None:
-    plan = model.plan(model.closed, structured=StructuredOutput(json={"type": "array", "items": {"type": "integer"}}))
-    assert model.admits(plan, "[1, 2]") and model.admits(plan, model.calls_text([("now", {})]))
-    assert not model.admits(plan, "words")
+    integers = StructuredOutput(json={"type": "array", "items": {"type": "integer"}})
+    syntax = model.syntax(model.closed, structured=integers)
+    assert model.admits(syntax, "[1, 2]") and model.admits(syntax, model.calls_text([("now", {})]))
+    assert not model.admits(syntax, "words")
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -160,72 +161,72 @@ def test_a_qwen_call_without_its_tag_is_a_call(models: dict[tuple[str, bool], Mo
     made = [("get_weather", {"city": "Paris"}), ("now", {})]
     bare = model.calls_text(made).replace("<tool_call>\n", "")
     for text in (f"I look.\n{bare}", f"I look.\n{bare}".replace("\n</tool_call>", "")):
-        plan = model.plan()
-        assert model.admits(plan, text) == (not has_tokens or "</tool_call>" not in text)
+        syntax = model.syntax()
+        assert model.admits(syntax, text) == (not has_tokens or "</tool_call>" not in text)
         for cuts in ([1], [5], None):
-            found = model.read(plan, text, cuts)
+            found = model.read(syntax, text, cuts)
             assert message_of(found) == Message(None, "I look.", made)
     text = "<function=other>\n</function>"
-    assert model.read(model.plan(), text, [2]) == [Delta("content", text)]
+    assert model.read(model.syntax(), text, [2]) == [Delta("content", text)]
 
 
 def test_calls_of_minimax_as_its_template_writes_them(models: dict[tuple[str, bool], Model]) -> None:
     model = models["minimax_m2", True]
-    plan, made = model.plan(), [("get_weather", {"city": "Paris", "days": 2}), ("now", {})]
+    syntax, made = model.syntax(), [("get_weather", {"city": "Paris", "days": 2}), ("now", {})]
     text = model.calls_text(made).replace('">\n', '">').replace("</parameter>\n", "</parameter>")
-    assert model.admits(plan, text) and message_of(model.read(plan, text, [3])).calls == made
+    assert model.admits(syntax, text) and message_of(model.read(syntax, text, [3])).calls == made
     for text in ("<minimax:tool_call></minimax:tool_call>", '<minimax:tool_call><invoke name="other">'):
-        assert model.read(plan, text, [2]) == [Delta("content", text)]
+        assert model.read(syntax, text, [2]) == [Delta("content", text)]
 
 
 def test_a_glm_name_that_is_cut_off_is_no_call_of_a_shorter_one(models: dict[tuple[str, bool], Model]) -> None:
     """Nothing but a blank need stand behind the name: what ends it is a parameter, or the end of the call."""
     model = models["glm45", True]
-    plan = model.plan(tools=[*TOOLS, {"type": "function", "function": {"name": "get"}}])
+    syntax = model.syntax(tools=[*TOOLS, {"type": "function", "function": {"name": "get"}}])
     for text, found in (("<tool_call>get", []), ("<tool_call>get it", [Delta("content", "<tool_call>get it")])):
-        assert model.read(plan, text, [1]) == found
-    assert message_of(model.read(plan, "<tool_call>get</tool_call>", [1])).calls == [("get", {})]
+        assert model.read(syntax, text, [1]) == found
+    assert message_of(model.read(syntax, "<tool_call>get</tool_call>", [1])).calls == [("get", {})]
 
 
 def test_a_llama_call_between_words_is_a_call(models: dict[tuple[str, bool], Model]) -> None:
     model = models["llama3_json", True]
     made = [("get_weather", {"city": "{Paris}"}), ("now", {})]
-    plan, text = model.plan(), f"I look {{there}}:\n{model.calls_text(made)}\nand wait {{"
-    assert model.admits(plan, text)
+    syntax, text = model.syntax(), f"I look {{there}}:\n{model.calls_text(made)}\nand wait {{"
+    assert model.admits(syntax, text)
     for cuts in ([1], [5], None):
-        found = model.read(plan, text, cuts)
+        found = model.read(syntax, text, cuts)
         assert message_of(found) == Message(None, "I look {there}:and wait {", made)
-    assert plan.finish_reason("stop", model.reader(plan, model.ids(text))) == "tool_calls"
+    assert syntax.finish_reason("stop", model.reader(syntax, model.ids(text))) == "tool_calls"
     for text, arguments in (('A {"name": "now"} b', {}), ('A {"parameters": {"a": 1}, "name": "now"} b', {"a": 1})):
-        assert message_of(model.read(plan, text, [1])) == Message(None, "A b", [("now", arguments)])
+        assert message_of(model.read(syntax, text, [1])) == Message(None, "A b", [("now", arguments)])
     for text in ('As {"name": "other", "parameters": {}} says', 'A {"a": {"name": "now"}} b', 'x {"a":'):
-        assert model.read(plan, text, [1]) == [Delta("content", text)]
+        assert model.read(syntax, text, [1]) == [Delta("content", text)]
 
 
 def test_a_schema_that_is_too_deep_is_refused_beside_reasoning(models: dict[tuple[str, bool], Model]) -> None:
     for deep in ("[" * 100_000 + "]" * 100_000, "{" * 9):
         with pytest.raises(ValueError, match=r"structured_outputs\.json: "):
-            models["hermes", True].plan("<think>\n", tools=None, structured=StructuredOutput(json=deep))
+            models["hermes", True].syntax("<think>\n", tools=None, structured=StructuredOutput(json=deep))
 
 
 def test_a_tag_in_plain_tokens_is_text(models: dict[tuple[str, bool], Model]) -> None:
     model = models["hermes", True]
-    plan = model.plan()
+    syntax = model.syntax()
     ids = [i for character in 'say <tool_call>\n{"name": "now"' for i in model.tokenizer.encode(character)]
-    assert read(plan, ids, [1]) == [Delta("content", 'say <tool_call>\n{"name": "now"')]
+    assert read(syntax, ids, [1]) == [Delta("content", 'say <tool_call>\n{"name": "now"')]
     icons = "\uf8ff\U000f8000\U000f803f\U00100000"
-    assert model.read(plan, icons) == [Delta("content", icons)]
+    assert model.read(syntax, icons) == [Delta("content", icons)]
 
 
 def test_a_tag_within_arguments_is_its_name(models: dict[tuple[str, bool], Model]) -> None:
     model = models["hermes", True]
     message = Message(calls=[("get_weather", {"city": "a </think> b"})])
-    assert message_of(model.read(model.plan(), model.write(message))) == message
+    assert message_of(model.read(model.syntax(), model.write(message))) == message
 
 
 def test_plain_answers_need_no_reader(models: dict[tuple[str, bool], Model]) -> None:
-    plan = models["llama3_json", True].plan("", tools=None)
-    assert plan.reader() is None and plan.structured is None
+    syntax = models["llama3_json", True].syntax("", tools=None)
+    assert syntax.reader() is None and syntax.structured is None
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_parsers_are_chosen_by_the_template(template: str | None, tools: str | N
     assert (parser.tool_family, parser.reasoning) == (tools, reasoning)
     if tools is None:
         with pytest.raises(ValueError, match="tools: this model's chat template has no tool calls"):
-            parser.plan("", check_tools(TOOLS))
+            parser.syntax("", check_tools(TOOLS))
 
 
 def test_unknown_parsers_are_refused() -> None:
@@ -299,13 +300,13 @@ def test_deep_schemas_are_refused_without_recursion() -> None:
 def test_tools_whose_schemas_are_too_long_together_take_any_object(model: Model) -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "enum": ["x" * 50]} for i in range(40)}}
     many = [tool(name=f"f{i}", parameters=schema) for i in range(60)] + [tool(name="g", parameters=schema, strict=True)]
-    plan = model.plan(model.closed, "required", tools=many)
-    assert model.admits(plan, model.calls_text([("f0", {"p0": "y"})]))
-    assert message_of(model.read(plan, model.calls_text([("f0", {"p0": "5"})]))).calls == [("f0", {"p0": "5"})]
+    syntax = model.syntax(model.closed, "required", tools=many)
+    assert model.admits(syntax, model.calls_text([("f0", {"p0": "y"})]))
+    assert message_of(model.read(syntax, model.calls_text([("f0", {"p0": "5"})]))).calls == [("f0", {"p0": "5"})]
     for tools, name in ((many, "g"), (many[:5], "f0")):
-        plan = model.plan(model.closed, "required", tools=tools)
-        assert not model.admits(plan, model.calls_text([(name, {"p0": "y"})]))
-        assert model.admits(plan, model.calls_text([(name, {"p0": "x" * 50})]))
+        syntax = model.syntax(model.closed, "required", tools=tools)
+        assert not model.admits(syntax, model.calls_text([(name, {"p0": "y"})]))
+        assert model.admits(syntax, model.calls_text([(name, {"p0": "x" * 50})]))
 
 
 def test_tools_that_take_too_many_rules_together_take_any_object(model: Model) -> None:
@@ -313,12 +314,12 @@ def test_tools_that_take_too_many_rules_together_take_any_object(model: Model) -
     entry = {"type": "object", "properties": {f"q{i}": {"type": "string", "minLength": 2} for i in range(4)}}
     for num_tools in (3, 128):
         tools = [tool(name=f"f{i}", parameters={**entry, "title": str(i)}) for i in range(num_tools)]
-        plan = model.plan(model.closed, "required", tools=tools)
-        assert plan.structured is not None and plan.structured.grammar is not None
-        check_text("grammar", plan.structured.grammar)
-        assert model.admits(plan, model.calls_text([("f2", {"q1": "xy"})]))
+        syntax = model.syntax(model.closed, "required", tools=tools)
+        assert syntax.structured is not None and syntax.structured.grammar is not None
+        check_text("grammar", syntax.structured.grammar)
+        assert model.admits(syntax, model.calls_text([("f2", {"q1": "xy"})]))
     tools = [tool(name=f"f{i}") for i in range(128)]
-    model.matcher(model.plan(tools=tools))
+    model.matcher(model.syntax(tools=tools))
 
 
 def test_which_tools_may_be_called() -> None:

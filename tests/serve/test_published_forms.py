@@ -71,10 +71,10 @@ def test_calls_that_a_template_shows_are_admitted_and_read_back(
     assert family is not None
     model = models[family, True]
     text = turn(template, CALLS[name])
-    plan, text = model.plan(model.closed, tools=TOOLS), text[text.index(opening_of(model)) :]
-    assert model.admits(plan, text) or family == "mistral_list", text  # whose template adds ids
+    syntax, text = model.syntax(model.closed, tools=TOOLS), text[text.index(opening_of(model)) :]
+    assert model.admits(syntax, text) or family == "mistral_list", text  # whose template adds ids
     for cuts in (None, [1], [3, 1, 2]):
-        assert message_of(model.read(plan, text, cuts)).calls == CALLS[name], text
+        assert message_of(model.read(syntax, text, cuts)).calls == CALLS[name], text
 
 
 @pytest.mark.parametrize("calls", [[], CALLS["one"], CALLS["three"]], ids=["words", "a call", "calls"])
@@ -86,17 +86,17 @@ def test_words_in_tags_of_their_own_are_read_without_them(
     tokenizer = tokenizer_of(template)
     parser, words = OutputParser(tokenizer), "Words with <answer> and <response>.\n\nMore <b>."
     text = turn(template, calls, words, "Thoughts.").removeprefix("<|im_start|>assistant\n").removeprefix("<think>\n")
-    plan = parser.plan("<think>\n", check_tools(TOOLS, "auto", None) if calls else None)
+    syntax = parser.syntax("<think>\n", check_tools(TOOLS, "auto", None) if calls else None)
     for cuts in (None, [1], [3, 1, 2]):
-        assert message_of(read(plan, tokenizer.encode(text), cuts)) == Message("Thoughts.", words, calls)
+        assert message_of(read(syntax, tokenizer.encode(text), cuts)) == Message("Thoughts.", words, calls)
 
 
 def test_granites_words_behind_thoughts() -> None:
     tokenizer = tokenizer_of("granite3")
-    plan = OutputParser(tokenizer).plan("<|start_of_role|>assistant<|end_of_role|>")
+    syntax = OutputParser(tokenizer).syntax("<|start_of_role|>assistant<|end_of_role|>")
     text = "<think>Thoughts.</think><response>Words.</response>"
     for cuts in (None, [1]):
-        assert message_of(read(plan, tokenizer.encode(text), cuts)) == Message("Thoughts.", "Words.", [])
+        assert message_of(read(syntax, tokenizer.encode(text), cuts)) == Message("Thoughts.", "Words.", [])
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -110,11 +110,11 @@ def test_line_breaks_stand_before_and_behind_calls(
     model = models[family, True]
     text = model.calls_text(CALLS["one"])
     for prompt, before in (("<think></think>", "\n"), ("<think>\n", "Thoughts.\n</think>\n\n\n")):
-        plan = model.plan(prompt, choice, tools=TOOLS)
+        syntax = model.syntax(prompt, choice, tools=TOOLS)
         for after in ("",) if template == "minimax_m2" else ("", "\n"):
-            assert model.admits(plan, before + text + after)
+            assert model.admits(syntax, before + text + after)
             for cuts in (None, [1]):
-                found = message_of(model.read(plan, before + text + after, cuts))
+                found = message_of(model.read(syntax, before + text + after, cuts))
                 assert (found.content, found.calls) == ("", CALLS["one"])
 
 
@@ -124,6 +124,6 @@ def test_words_behind_reasoning_that_the_prompt_closes_begin_with_no_line_break(
 ) -> None:
     model = models["glm45", True]
     for prompt in ("<|assistant|>\n<think></think>", "<think>Thoughts.</think>"):
-        plan = model.plan(prompt, tools=TOOLS, choice=choice) if choice else model.plan(prompt, tools=None)
+        syntax = model.syntax(prompt, tools=TOOLS, choice=choice) if choice else model.syntax(prompt, tools=None)
         for cuts in (None, [1]):
-            assert message_of(model.read(plan, "\nWords.\n\nMore.", cuts)).content == "Words.\n\nMore."
+            assert message_of(model.read(syntax, "\nWords.\n\nMore.", cuts)).content == "Words.\n\nMore."

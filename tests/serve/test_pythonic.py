@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import MODELS, VALIDATORS, Model, message_of, random_output, read, steps
-from test_tool_values import COUNT, LETTERS, NESTED, NULL, POINT, ROOT, TEXT, loose_and_strict, plan_of, schema_of
+from test_tool_values import COUNT, LETTERS, NESTED, NULL, POINT, ROOT, TEXT, loose_and_strict, schema_of, syntax_of
 
 FAMILIES = [key for key in MODELS if key[0] in ("lfm2", "llama4_pythonic")]
 
@@ -41,12 +41,12 @@ VALUES: list[tuple[Any, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("schema", "texts"), VALUES, ids=[json.dumps(schema)[:40] for schema, _ in VALUES])
 def test_a_value_has_a_type_of_its_schema(model: Model, schema: Any, texts: dict[str, Any]) -> None:
-    for plan, text, value in loose_and_strict(model, schema_of(schema, **ROOT), texts):
+    for syntax, text, value in loose_and_strict(model, schema_of(schema, **ROOT), texts):
         call = written(model, f"f(v={text})")
-        assert model.admits(plan, call) == (value is not ...), text
+        assert model.admits(syntax, call) == (value is not ...), text
         if value is not ...:
-            found = model.read(plan, call)
-            assert message_of(found).calls == [("f", {"v": value})] and found == model.read(plan, call, [1])
+            found = model.read(syntax, call)
+            assert message_of(found).calls == [("f", {"v": value})] and found == model.read(syntax, call, [1])
 
 
 READ = {
@@ -60,25 +60,25 @@ READ = {
 
 @pytest.mark.parametrize("text", READ)
 def test_literals_that_no_grammar_asks_for_are_read(model: Model, text: str) -> None:
-    plan = plan_of(model, {"type": "object"})
+    syntax = syntax_of(model, {"type": "object"})
     for call in (f"f(v={text})", f"f( v = {text} , w='b')"):
-        found = model.read(plan, written(model, call))
+        found = model.read(syntax, written(model, call))
         expected = {"v": READ[text], "w": "b"} if "w=" in call else {"v": READ[text]}
         assert message_of(found).calls == [("f", expected)]
-        assert found == model.read(plan, written(model, call), [1])
+        assert found == model.read(syntax, written(model, call), [1])
 
 
 @pytest.mark.parametrize("text", ["__import__('os').getcwd()", "f'{1}'", "1 + 1", "[x for x in 'a']", "open", "{1}"])
 def test_nothing_is_run(model: Model, text: str) -> None:
-    found = model.read(plan_of(model, {"type": "object"}), written(model, f"f(v={text})"))
+    found = model.read(syntax_of(model, {"type": "object"}), written(model, f"f(v={text})"))
     arguments = "".join(delta.text for delta in found if delta.kind == "arguments")
     assert arguments == '{"v": "open"}' if text == "open" else not arguments.endswith("}")
 
 
 def test_values_of_any_depth_and_length_are_read_in_time(model: Model) -> None:
-    plan, many, begin = plan_of(model, {"type": "object"}), 2 * 10**4, time.thread_time()
+    syntax, many, begin = syntax_of(model, {"type": "object"}), 2 * 10**4, time.thread_time()
     for text in ("[" * many + "]" * many, "9" * many, "1." + "9" * many, "'" + r"\n" * many + "'", "(" * many):
-        found = model.read(plan, written(model, f"f(v={text})"), [50])
+        found = model.read(syntax, written(model, f"f(v={text})"), [50])
         assert len(found[1].text) >= many
     assert time.thread_time() - begin < 20
 
@@ -92,10 +92,10 @@ LITERALS = st.recursive(
 @settings(max_examples=25, deadline=None)
 @given(value=LITERALS, other=LITERALS, cuts=steps)
 def test_whatever_python_writes_is_read_back_at_any_cut(model: Model, value: Any, other: Any, cuts: list[int]) -> None:
-    plan = plan_of(model, {"type": "object"})
+    syntax = syntax_of(model, {"type": "object"})
     text = written(model, f"f(a={value!r}, b={other!r}), f()")
-    found = model.read(plan, text, cuts)
-    assert message_of(found).calls == [("f", {"a": value, "b": other}), ("f", {})] and found == model.read(plan, text)
+    found = model.read(syntax, text, cuts)
+    assert message_of(found).calls == [("f", {"a": value, "b": other}), ("f", {})] and found == model.read(syntax, text)
 
 
 PIECES = [*"()[]{},=:'\"\\ \n1x", "f(", "None", "<|tool_call_end|>"]
@@ -104,35 +104,35 @@ PIECES = [*"()[]{},=:'\"\\ \n1x", "f(", "None", "<|tool_call_end|>"]
 @settings(max_examples=25, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=20), cuts=steps)
 def test_malformed_calls_read_alike_at_any_cut_and_are_kept(model: Model, pieces: list[str], cuts: list[int]) -> None:
-    plan = plan_of(model, {"type": "object"})
+    syntax = syntax_of(model, {"type": "object"})
     begin, _ = written(model, "f(a=1#").split("#")
     text = begin + "".join(f"{each}#{i};" for i, each in enumerate(pieces))
-    found = model.read(plan, text, cuts)
-    assert found == model.read(plan, text)
+    found = model.read(syntax, text, cuts)
+    assert found == model.read(syntax, text)
     shown = "".join(delta.text for delta in found)
     assert [i for i in range(len(pieces)) if f"#{i};" not in shown] == []
 
 
 def test_values_within_values_are_held_to_their_schemas(model: Model) -> None:
-    plan = plan_of(model, NESTED, True)
+    syntax = syntax_of(model, NESTED, True)
     for arguments in ({"tags": ["a"]}, {"tags": ["a", "b"], "where": None}, {"tags": ["b"], "where": {"x": 1.5}},
                       {"tags": ["b"], "where": {"next": {"next": {"x": 1}, "x": 2}, "x": 3}}):  # fmt: skip
         text = model.calls_text([("f", arguments)])
-        assert model.admits(plan, text), text
-        assert message_of(model.read(plan, text, [1])).calls == [("f", arguments)]
+        assert model.admits(syntax, text), text
+        assert message_of(model.read(syntax, text, [1])).calls == [("f", arguments)]
     for arguments in ({"tags": []}, {"tags": ["a", "b", "a"]}, {"tags": ["c"]}, {"tags": ["a"], "where": {"next": {}}},
                       {"tags": ["a"], "where": {"x": 1, "y": 2}}, {"tags": "a"}):  # fmt: skip
-        assert not model.admits(plan, model.calls_text([("f", arguments)])), arguments
+        assert not model.admits(syntax, model.calls_text([("f", arguments)])), arguments
     with pytest.raises(ValueError, match=r"the parameter 'a b' must be a word"):
-        plan_of(model, {"type": "object", "properties": {"a b": {}}})
+        syntax_of(model, {"type": "object", "properties": {"a b": {}}})
 
 
 def test_whatever_the_grammar_admits_is_valid(model: Model) -> None:
     for seed in range(30):
-        plan = model.plan(model.closed, "required")
-        ids, whole = random_output(model, plan, seed, 150)
-        deltas = read(plan, ids, [1 + seed % 7])
-        assert deltas == read(plan, ids)
+        syntax = model.syntax(model.closed, "required")
+        ids, whole = random_output(model, syntax, seed, 150)
+        deltas = read(syntax, ids, [1 + seed % 7])
+        assert deltas == read(syntax, ids)
         for name, arguments in message_of(deltas).calls if whole else ():
             VALIDATORS[name].validate(arguments)
 
@@ -140,6 +140,6 @@ def test_whatever_the_grammar_admits_is_valid(model: Model) -> None:
 def test_a_call_of_llama_4_between_words_is_a_call(models: dict[tuple[str, bool], Model]) -> None:
     model = models["llama4_pythonic", True]
     text = "See [1]: [get_weather(city='[Paris]'), now()] and [2]"
-    found = model.read(model.plan(), text, [1])
+    found = model.read(model.syntax(), text, [1])
     assert message_of(found).content == "See [1]: and [2]"
     assert message_of(found).calls == [("get_weather", {"city": "[Paris]"}), ("now", {})]

@@ -16,9 +16,9 @@ def test_nothing_of_a_stop_string_behind_a_tag_is_shown(
     ids = model.ids(f"{opening}Hm.{closing}\n\nThe end of it")
     is_special = family == "mistral"
     stop = ("" if skips and is_special else closing) + "\n\nThe"
-    engine, plan = StreamedText(model.tokenizer.detokenizer(skips), [stop]), model.plan(tools=None)
+    engine, syntax = StreamedText(model.tokenizer.detokenizer(skips), [stop]), model.syntax(tools=None)
     last = next(number for number, token_id in enumerate(ids) if engine.push(token_id))
-    text, reader = VisibleText(plan.detokenizer(skips), [stop], tags=plan.tags_seen(skips)), plan.reader()
+    text, reader = VisibleText(syntax.detokenizer(skips), [stop], tags=syntax.tags_seen(skips)), syntax.reader()
     assert reader is not None
     deltas = [delta for token_id in ids[:last] for delta in reader.push(text.push(token_id))]
     deltas += [*reader.push(text.end(ids[last], "stop", stop)), *reader.finish()]

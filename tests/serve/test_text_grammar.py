@@ -52,13 +52,13 @@ def tools_of(grammar: str) -> tuple[list[dict[str, object]], dict[str, str]]:
 @pytest.mark.parametrize("grammar", TEXTS, ids=["regular", "recursive", "anything"])
 def test_a_text_is_held_to_its_grammar(model: Model, grammar: str, choice: str) -> None:
     tools, grammars = tools_of(grammar)
-    plan = model.parser.plan("", check_tools(tools, choice, text_grammars=grammars))
+    syntax = model.parser.syntax("", check_tools(tools, choice, text_grammars=grammars))
     for text in TEXTS[grammar]:
         message, written = call_of(model, text)
-        assert model.admits(plan, written), text
-        assert message_of(model.read(plan, written)) == message
+        assert model.admits(syntax, written), text
+        assert message_of(model.read(syntax, written)) == message
     for text in OTHERS[grammar]:
-        assert not model.admits(plan, call_of(model, text)[1]), text
+        assert not model.admits(syntax, call_of(model, text)[1]), text
 
 
 def call_of(model: Model, text: str) -> tuple[Message, str]:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parsing import MODELS, Model, message_of, random_output, read, steps
 
-from nanovllm.serve.parsers import Plan
+from nanovllm.serve.parsers import Syntax
 
 FAMILIES = [key for key in MODELS if key[0] in ("qwen3_coder", "seed_oss", "glm45", "hy_v3", "minimax_m2")]
 TEXT, NULL, COUNT, LIST = ({"type": kind} for kind in ("string", "null", "integer", "array"))
@@ -28,30 +28,30 @@ def schema_of(value: Any, **root: Any) -> dict[str, Any]:
     return {"type": "object", "properties": {"v": value}, "required": ["v"], **root}
 
 
-def plan_of(model: Model, schema: dict[str, Any], strict: bool | None = None) -> Plan:
+def syntax_of(model: Model, schema: dict[str, Any], strict: bool | None = None) -> Syntax:
     function = {"name": "f", "parameters": schema, "strict": strict}
-    return model.plan(model.closed, "required", tools=[{"type": "function", "function": function}])
+    return model.syntax(model.closed, "required", tools=[{"type": "function", "function": function}])
 
 
-def arguments_of(model: Model, plan: Plan, arguments: dict[str, str]) -> Any:
+def arguments_of(model: Model, syntax: Syntax, arguments: dict[str, str]) -> Any:
     """Arguments as they are read back from texts; None where the grammar does not admit these."""
     text = model.calls_text([("f", arguments)])
-    if not model.admits(plan, text):
+    if not model.admits(syntax, text):
         return None
-    found = model.read(plan, text)
-    assert found == model.read(plan, text, [1])
+    found = model.read(syntax, text)
+    assert found == model.read(syntax, text, [1])
     [(_, read_back)] = message_of(found).calls
     return read_back
 
 
 def loose_and_strict(
     model: Model, schema: dict[str, Any], texts: dict[str, Any]
-) -> Iterator[tuple[Plan, str, Any]]:
-    """Each of these texts and its value, with a plan that holds calls to the schema as usual, then a strict one."""
+) -> Iterator[tuple[Syntax, str, Any]]:
+    """Each of these texts and its value, with a syntax that holds calls to the schema as usual, then a strict one."""
     for strict in (None, True):
-        plan = plan_of(model, schema, strict)
+        syntax = syntax_of(model, schema, strict)
         for text, value in texts.items():
-            yield plan, text, value
+            yield syntax, text, value
 
 
 FEW = {"$anchor": "few", "anyOf": [COUNT, LETTERS]}
@@ -103,8 +103,8 @@ VALUES: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize(("schema", "texts"), VALUES, ids=[json.dumps(schema)[:40] for schema, _ in VALUES])
 def test_a_value_has_a_type_of_its_schema(model: Model, schema: Any, texts: dict[str, Any]) -> None:
     whole = schema_of(schema, **ROOT)
-    for plan, text, value in loose_and_strict(model, whole, texts):
-        found = arguments_of(model, plan, {"v": text})
+    for syntax, text, value in loose_and_strict(model, whole, texts):
+        found = arguments_of(model, syntax, {"v": text})
         assert found == (None if value is ... else {"v": value}), text
         assert found is None or jsonschema.Draft202012Validator(whole).is_valid(found), text
 
@@ -121,10 +121,10 @@ def test_an_end_right_behind_the_beginning_ends_an_empty_text(
 ) -> None:
     """Where both are texts that share a line break; so a text that begins with the end is none."""
     model = models["qwen3_coder", False]
-    plan = plan_of(model, schema_of(schema))
+    syntax = syntax_of(model, schema_of(schema))
     begin, end = model.calls_text([("f", {"v": "#"})]).split("\n#\n")
-    assert not model.admits(plan, f"{begin}\n{end}and a\n{end}")
-    assert model.admits(plan, f"{begin}\nand a\n{end}")
+    assert not model.admits(syntax, f"{begin}\n{end}and a\n{end}")
+    assert model.admits(syntax, f"{begin}\nand a\n{end}")
 
 
 FORMATS = {
@@ -140,56 +140,57 @@ def test_formats_are_kept(models: dict[tuple[str, bool], Model], name: str) -> N
     for family in ("qwen3_coder", "hermes"):  # of which the second has the library's own
         model = models[family, True]
         good, bad = FORMATS[name]
-        plan = plan_of(model, schema_of({"type": "string", "format": name}), True)
-        assert arguments_of(model, plan, {"v": good}) == {"v": good}
-        assert arguments_of(model, plan, {"v": bad}) is None
+        syntax = syntax_of(model, schema_of({"type": "string", "format": name}), True)
+        assert arguments_of(model, syntax, {"v": good}) == {"v": good}
+        assert arguments_of(model, syntax, {"v": bad}) is None
 
 
 @pytest.mark.parametrize("bound", [{"pattern": "a(^b)"}, {"format": "colour"}])
 def test_what_no_grammar_can_say_binds_strict_tools_alone(model: Model, bound: dict[str, str]) -> None:
     schema = schema_of({"type": "string", "maxLength": 3, **bound})
-    plan = plan_of(model, schema)
-    assert arguments_of(model, plan, {"v": "abc"}) == {"v": "abc"} and arguments_of(model, plan, {"v": "abcd"}) is None
+    syntax = syntax_of(model, schema)
+    assert arguments_of(model, syntax, {"v": "abc"}) == {"v": "abc"}
+    assert arguments_of(model, syntax, {"v": "abcd"}) is None
     with pytest.raises(ValueError, match=f"'f': {next(iter(bound))}="):
-        plan_of(model, schema, True)
+        syntax_of(model, schema, True)
 
 
 def test_choices_that_contain_themselves_come_to_an_end(model: Model) -> None:
     defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(200)}
     for value in ({"$ref": "#/properties/v"}, {"anyOf": [TEXT, {"$ref": "#/properties/v"}]}, {"$ref": "#/$defs/d0"}):
-        assert plan_of(model, schema_of(value, **{"$defs": defs})).structured is not None
+        assert syntax_of(model, schema_of(value, **{"$defs": defs})).structured is not None
     defs["d200"] = {"pattern": "^a"}
     with pytest.raises(ValueError, match="'f': what it asks of texts has more than"):
-        plan_of(model, schema_of({"$ref": "#/$defs/d150"}, **{"$defs": defs}))
+        syntax_of(model, schema_of({"$ref": "#/$defs/d150"}, **{"$defs": defs}))
 
 
 @pytest.mark.parametrize("name", ["$filter", "a b", "größe", "🐱", "a.b", "x" * 100, 'a"b', "<a", ""])
 def test_parameters_have_any_name(model: Model, name: str) -> None:
     schema = {"type": "object", "properties": {name: TEXT}, "required": [name], "additionalProperties": COUNT}
-    plan = plan_of(model, schema)
-    assert arguments_of(model, plan, {name: "a"}) == {name: "a"}
-    assert arguments_of(model, plan, {name: "a", "größe b": "5"}) == {name: "a", "größe b": 5}
-    assert arguments_of(model, plan, {name: "a", "other": "b"}) is None
-    assert arguments_of(model, plan, {"other": "5"}) is None
+    syntax = syntax_of(model, schema)
+    assert arguments_of(model, syntax, {name: "a"}) == {name: "a"}
+    assert arguments_of(model, syntax, {name: "a", "größe b": "5"}) == {name: "a", "größe b": 5}
+    assert arguments_of(model, syntax, {name: "a", "other": "b"}) is None
+    assert arguments_of(model, syntax, {"other": "5"}) is None
 
 
 def test_parameters_that_no_schema_names(model: Model) -> None:
     for others, admitted in ((True, True), ({}, True), (False, False), (None, False), (TEXT, True)):
         more = {} if others is None else {"additionalProperties": others}
-        plan = plan_of(model, schema_of(TEXT, **more))
-        found = arguments_of(model, plan, {"v": "1", "w": "5"})
+        syntax = syntax_of(model, schema_of(TEXT, **more))
+        found = arguments_of(model, syntax, {"v": "1", "w": "5"})
         assert found == ({"v": "1", "w": "5" if others == TEXT else 5} if admitted else None)
-    plan = plan_of(model, {"type": "object"})
-    assert arguments_of(model, plan, {"a b": "5", "c": "d"}) == {"a b": 5, "c": "d"}
-    plan = plan_of(model, {"type": "object", "required": ["w"], "additionalProperties": COUNT})
-    assert arguments_of(model, plan, {"w": "1"}) == {"w": 1} and arguments_of(model, plan, {"v": "1"}) is None
+    syntax = syntax_of(model, {"type": "object"})
+    assert arguments_of(model, syntax, {"a b": "5", "c": "d"}) == {"a b": 5, "c": "d"}
+    syntax = syntax_of(model, {"type": "object", "required": ["w"], "additionalProperties": COUNT})
+    assert arguments_of(model, syntax, {"w": "1"}) == {"w": 1} and arguments_of(model, syntax, {"v": "1"}) is None
 
 
 def test_an_objects_schema_may_be_elsewhere(model: Model) -> None:
     """As tools write it that make schemas of types."""
     for root in ({"$ref": "#/definitions/F"}, {"allOf": [{"$ref": "#/definitions/F"}, {"required": ["v"]}]}):
-        plan = plan_of(model, {**root, "definitions": {"F": {"type": "object", "properties": {"v": COUNT}}}})
-        assert arguments_of(model, plan, {"v": "5"}) == {"v": 5} and arguments_of(model, plan, {"v": "a"}) is None
+        syntax = syntax_of(model, {**root, "definitions": {"F": {"type": "object", "properties": {"v": COUNT}}}})
+        assert arguments_of(model, syntax, {"v": "5"}) == {"v": 5} and arguments_of(model, syntax, {"v": "a"}) is None
 
 
 @settings(max_examples=25, deadline=None)
@@ -197,10 +198,10 @@ def test_an_objects_schema_may_be_elsewhere(model: Model) -> None:
 def test_whatever_the_grammar_admits_is_valid(model: Model, picked: list[Any], seed: int) -> None:
     properties = {"v": picked[0], **{f"p{i}": one for i, one in enumerate(picked[1:])}}
     schema = {"type": "object", "properties": properties, "required": ["v"], "additionalProperties": COUNT, **ROOT}
-    plan = plan_of(model, schema)
-    ids, whole = random_output(model, plan, seed, 150)
-    deltas = read(plan, ids, [1 + seed % 7])
-    assert deltas == read(plan, ids)
+    syntax = syntax_of(model, schema)
+    ids, whole = random_output(model, syntax, seed, 150)
+    deltas = read(syntax, ids, [1 + seed % 7])
+    assert deltas == read(syntax, ids)
     for _, arguments in message_of(deltas).calls if whole else ():
         jsonschema.Draft202012Validator(schema).validate(arguments)
 
@@ -218,20 +219,20 @@ def test_malformed_parameters_read_alike_at_any_cut_and_are_kept(
     model: Model, pieces: list[str], cuts: list[int]
 ) -> None:
     properties = {"v": {"type": ["string", "null", "array"]}, "n": COUNT, "vn": TEXT}
-    plan = plan_of(model, {"type": "object", "properties": properties, "additionalProperties": True})
+    syntax = syntax_of(model, {"type": "object", "properties": properties, "additionalProperties": True})
     begin = model.calls_text([("f", {"v": "#1", "n": "5"})])
     for start in ("", begin[: begin.index("#1")], begin[: begin.index("5")]):
         text = start + "".join(f"{piece}#{i};" if len(piece) > 3 else piece for i, piece in enumerate(pieces))
-        whole = model.read(plan, text)
-        assert model.read(plan, text, cuts) == whole
+        whole = model.read(syntax, text)
+        assert model.read(syntax, text, cuts) == whole
         shown = "".join(delta.text for delta in whole)
         assert [i for i in range(len(pieces)) if f"#{i};" in text and f"#{i};" not in shown] == []
 
 
 def test_values_that_are_too_deep_or_too_long_for_a_reader_of_json(model: Model) -> None:
-    plan, deep, long = plan_of(model, schema_of({"type": ["string", "array", "integer"]})), "[" * 10**5, "9" * 5000
+    syntax, deep, long = syntax_of(model, schema_of({"type": ["string", "array", "integer"]})), "[" * 10**5, "9" * 5000
     for text, value in ((deep + deep.replace("[", "]"), f'"{deep + deep.replace("[", "]")}"'), (long, long)):
-        found = model.read(plan, model.calls_text([("f", {"v": text})]))
+        found = model.read(syntax, model.calls_text([("f", {"v": text})]))
         assert found[-1].text == f'{{"v": {value}}}'
 
 
@@ -257,29 +258,29 @@ def test_values_within_values_are_held_to_their_schemas(models: dict[tuple[str, 
     def tools(parameters: Any, strict: bool = True) -> list[dict[str, Any]]:
         return [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}]
 
-    plan = model.plan(model.closed, "required", tools=tools(NESTED))
+    syntax = model.syntax(model.closed, "required", tools=tools(NESTED))
     for arguments in ({"tags": ["a"]}, {"tags": ["a", "b"], "where": None}, {"tags": ["b"], "where": {"x": 1.5}},
                       {"tags": ["b"], "where": {"next": {"next": {"x": 1}, "x": 2}, "x": 3}}):  # fmt: skip
         text = model.calls_text([("f", arguments)])
-        assert model.admits(plan, text), text
-        assert message_of(model.read(plan, text, [1])).calls == [("f", arguments)]
+        assert model.admits(syntax, text), text
+        assert message_of(model.read(syntax, text, [1])).calls == [("f", arguments)]
     for arguments in ({"tags": []}, {"tags": ["a", "b", "a"]}, {"tags": ["c"]}, {"tags": ["a"], "where": {"next": {}}},
                       {"tags": ["a"], "where": {"x": 1, "y": 2}}, {"tags": "a"}):  # fmt: skip
-        assert not model.admits(plan, model.calls_text([("f", arguments)])), arguments
+        assert not model.admits(syntax, model.calls_text([("f", arguments)])), arguments
     with pytest.raises(ValueError, match=r"^tools: function 'f': uniqueItems: must be absent with strict=true"):
-        model.plan(tools=tools({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}))
+        model.syntax(tools=tools({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}))
     with pytest.raises(ValueError, match=r"^tools: function 'f': the parameter 'a:b' must be a word"):
-        model.plan(tools=tools({"type": "object", "properties": {"a:b": {}}}, strict=False))
+        model.syntax(tools=tools({"type": "object", "properties": {"a:b": {}}}, strict=False))
 
 
 def test_pythons_constants_are_read_as_json_where_no_text_may_stand(model: Model) -> None:
     """An answer that is not held to a grammar may have them, as in the templates of Qwen3.5 and Nemotron 3."""
     values = {"True": True, "False": False, "None": None, " True": True, "[1]": [1]}
     for text, value in values.items():
-        plan = plan_of(model, schema_of({"type": ["boolean", "null", "array"]}))
-        found = model.read(plan, model.calls_text([("f", {"v": text})]))
+        syntax = syntax_of(model, schema_of({"type": ["boolean", "null", "array"]}))
+        found = model.read(syntax, model.calls_text([("f", {"v": text})]))
         assert message_of(found).calls == [("f", {"v": value})]
-    found = model.read(plan_of(model, schema_of(TEXT)), model.calls_text([("f", {"v": "True"})]))
+    found = model.read(syntax_of(model, schema_of(TEXT)), model.calls_text([("f", {"v": "True"})]))
     assert message_of(found).calls == [("f", {"v": "True"})]
 
 
@@ -287,5 +288,5 @@ def test_spellings_of_python_are_read_as_json(models: dict[tuple[str, bool], Mod
     """Templates before Gemma 4's latest show None."""
     model = models["gemma4", True]
     text = '<|tool_call>call:now{a:None,b: True , c:[ ],<|"|>d<|"|>:x-1}<tool_call|>'
-    found = message_of(model.read(model.plan(), text, [1])).calls
+    found = message_of(model.read(model.syntax(), text, [1])).calls
     assert found == [("now", {"a": None, "b": True, "c": [], "d": "x-1"})]

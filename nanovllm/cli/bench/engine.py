@@ -176,7 +176,6 @@ def versions() -> dict[str, str]:
 
 
 def run(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    from nanovllm.cli.bench.modes import Bench
     from nanovllm.llm import LLM
 
     started = time.perf_counter()
@@ -186,6 +185,8 @@ def run(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
         raise SystemExit(f"nanovllm bench: {error}") from None
     with engine as llm:
         ready = time.perf_counter() - started
+        from nanovllm.cli.bench.modes import Bench  # brings torch, which the engine's processes import side by side
+
         info = llm.engine_info()
         bench = Bench(llm, find_limits(llm, info, args), args)
         llm.generate([bench.prompt((args.input_len or (128, 128))[0])], sampling(1), use_tqdm=False)

@@ -10,8 +10,8 @@ import numpy as np
 
 from nanovllm.engine.sampling.row import SamplingRow
 from nanovllm.engine.sampling.structured import Matcher
+from nanovllm.engine.schedule import Schedule
 from nanovllm.engine.sequence import Sequence as Row
-from nanovllm.engine.step_plan import StepPlan
 from nanovllm.wire.sampling import (
     CHANGED,
     COPIED,
@@ -58,24 +58,24 @@ class StepSampling:
     """Rows that want to know their drafts, in the order of their lines."""
 
 
-def sampling_of(plan: StepPlan, max_num_seqs: int, speculates: bool = False) -> StepSampling | None:
+def sampling_of(schedule: Schedule, max_num_seqs: int, speculates: bool = False) -> StepSampling | None:
     """The section of a scheduled step; None where all of its rows are plain. speculates: rows may have drafts."""
     builder = SectionBuilder()
-    scored, kept, constrained = _add_rows(builder, plan, max_num_seqs)
-    rows = plan.seqs[: plan.num_sample_rows] if speculates else []
+    scored, kept, constrained = _add_rows(builder, schedule, max_num_seqs)
+    rows = schedule.seqs[: schedule.num_sample_rows] if speculates else []
     drafted = [seq for seq in rows if seq.needs_last_token]
     builder.drafted = [seq.slot for seq in drafted]
     if constrained:
         _add_grammar_masks(builder, constrained, max_num_seqs)
-    _add_slots(builder, plan)
-    parts = _add_prompts(builder, plan)
+    _add_slots(builder, schedule)
+    parts = _add_prompts(builder, schedule)
     if not (any(builder.rows) or builder.resets or builder.mask_slots or any(parts) or drafted):
         return None
     return StepSampling(builder.pack(), scored, kept, parts, drafted)
 
 
 def _add_rows(
-    builder: SectionBuilder, plan: StepPlan, max_num_seqs: int
+    builder: SectionBuilder, schedule: Schedule, max_num_seqs: int
 ) -> tuple[list[list[Row]], list[Row], list[Constrained]]:
     """The option rows; returns those that want log-probabilities, those that want the ids that could be sampled, and
     those under a grammar. A loop over all rows of every step: kept lean."""
@@ -83,10 +83,10 @@ def _add_rows(
     constrained: list[Constrained] = []
     kept: list[Row] = []
     rows, slots, records = builder.rows, builder.slots, builder.records
-    sampled: Iterator[tuple[int, Row]] = enumerate(plan.seqs[: plan.num_sample_rows])
-    places, num_wide = plan.places, 0
+    sampled: Iterator[tuple[int, Row]] = enumerate(schedule.seqs[: schedule.num_sample_rows])
+    places, num_wide = schedule.places, 0
     if places > 1:
-        sampled, num_wide = _drawn_rows(plan), plan.num_decode_rows * places
+        sampled, num_wide = _drawn_rows(schedule), schedule.num_decode_rows * places
     for row, seq in sampled:
         sampling = seq.sampling
         if sampling is None:
@@ -125,13 +125,13 @@ def _add_rows(
     return scored, kept, constrained
 
 
-def _drawn_rows(plan: StepPlan) -> Iterator[tuple[int, Row]]:
+def _drawn_rows(schedule: Schedule) -> Iterator[tuple[int, Row]]:
     """Rows on the device that may bring a token, of a step with several places a decode; and whose they are."""
-    places, num_decodes = plan.places, plan.num_decode_rows
-    for row, seq in enumerate(plan.seqs[:num_decodes]):
+    places, num_decodes = schedule.places, schedule.num_decode_rows
+    for row, seq in enumerate(schedule.seqs[:num_decodes]):
         for place in range(places):
             yield row * places + place, seq
-    yield from enumerate(plan.seqs[num_decodes : plan.num_sample_rows], num_decodes * places)
+    yield from enumerate(schedule.seqs[num_decodes : schedule.num_sample_rows], num_decodes * places)
 
 
 def _add_grammar_masks(builder: SectionBuilder, constrained: list[Constrained], max_num_seqs: int) -> None:
@@ -155,9 +155,9 @@ def _add_grammar_masks(builder: SectionBuilder, constrained: list[Constrained], 
     builder.masks.append(masks)
 
 
-def _add_slots(builder: SectionBuilder, plan: StepPlan) -> None:
+def _add_slots(builder: SectionBuilder, schedule: Schedule) -> None:
     """Adds the state that stays on the device by slot, for rows that took their slot in this step."""
-    for seq in plan.new_slots:
+    for seq in schedule.new_slots:
         sampling = seq.sampling
         if sampling is None:
             continue
@@ -171,11 +171,11 @@ def _add_slots(builder: SectionBuilder, plan: StepPlan) -> None:
             builder.masks.append(mask[None])
 
 
-def _add_prompts(builder: SectionBuilder, plan: StepPlan) -> list[list[PromptPart]]:
+def _add_prompts(builder: SectionBuilder, schedule: Schedule) -> list[list[PromptPart]]:
     parts: list[list[PromptPart]] = [[], []]
-    begin = plan.num_decode_rows * plan.places
-    for row in range(plan.num_decode_rows, plan.num_rows):
-        seq, start, count = plan.seqs[row], plan.starts[row], plan.counts[row]
+    begin = schedule.num_decode_rows * schedule.places
+    for row in range(schedule.num_decode_rows, schedule.num_rows):
+        seq, start, count = schedule.seqs[row], schedule.starts[row], schedule.counts[row]
         sampling = seq.sampling
         if sampling is not None and sampling.num_prompt_logprobs_missing:
             first = max(start, sampling.prompt_logprob_start - 1)

@@ -2,7 +2,7 @@
 sequence may share a tile's lanes, so that its keys are read once.
 
 A row's keys are cut into chunks at offsets that depend on the row's own length, so that its result does not depend on
-its neighbours (within a class of batch sizes: see decode_plan.py). The chunks of all rows form one list, long
+its neighbours (within a class of batch sizes: see decode_work_list.py). The chunks of all rows form one list, long
 ones first; a fixed number of programs walks it, so the grid does not depend on lengths, and ragged batches spread
 evenly. A chunk that is not its row's only one leaves a normalised partial result and its log-sum-exp; a
 second kernel merges them, in order. (Merging in the program that finishes a row last saves that launch, but its memory
@@ -23,7 +23,7 @@ from nanovllm.kernels.attention.chunks import (
     store_heads_rounded,
     visible_keys,
 )
-from nanovllm.kernels.attention.decode_plan import DecodePlan
+from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.e4m3 import attend_e4m3, load_scales
 from nanovllm.kernels.attention.fixed_order import NOTHING, attend_in_order, empty, ends_chunk, fold, tile_keys
 from nanovllm.kernels.attention.pages import keys_within, load_tile
@@ -112,7 +112,7 @@ def merge_chunks_kernel(PARTIAL, LSE, SINKS, OUT, ROUNDED, NUM_CHUNKS, out_strid
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    num_chunks = tl.load(NUM_CHUNKS + row)  # the plan's, as below
+    num_chunks = tl.load(NUM_CHUNKS + row)  # of the work list, as below
     if PDL:
         tl.extra.cuda.gdc_wait()
     if num_chunks > 1:
@@ -148,8 +148,8 @@ def decode_attention_kernel(Q, K, V, K_CACHE, V_CACHE, KV_SCALES, SINKS, OUT, TA
     scale_stride apart; then K is e4m3, and V and V_CACHE are int16, two values each. FIXED: sums in the order of
     fixed_order.py, whose units chunks are; LSE has a unit's maximum and sum. With PLACES above 1 a tile's lanes are
     heads of up to so many rows: ENDS int32 [rows, PLACES], by an item's first row, or 0. MIXED: a value that the row
-    does not have may be NaN (KVCache), V is V_CACHE. With PDL work list and block table are read before gdc_wait: the
-    plan's, with an ordinary kernel since, the embedding."""
+    does not have may be NaN (KVCache), V is V_CACHE. With PDL work list and block table are read before gdc_wait:
+    an ordinary kernel has run since they were written, the embedding."""
     E4M3: tl.constexpr = KV_SCALES is not None
     DV: tl.constexpr = D // 2 if E4M3 else D
     if PDL:
@@ -201,33 +201,33 @@ class DecodeScratch:
     partial: torch.Tensor
     """float32, for [max_num_seqs, Hq, splits, D]"""
     lse: torch.Tensor
-    """float32, for [max_num_seqs, Hq, splits], or two of them: a plan in fixed_order keeps maximum and sum."""
+    """float32, for [max_num_seqs, Hq, splits], or two of them: a work list in fixed_order keeps maximum and sum."""
 
     @classmethod
-    def for_specs(cls, plans: dict[AttentionSpec, DecodePlan], device: torch.device) -> "DecodeScratch":
-        rows = [(spec.num_heads * plan.most_partials, spec.out_dim) for spec, plan in plans.items()]
+    def for_specs(cls, work_lists: dict[AttentionSpec, WorkList], device: torch.device) -> "DecodeScratch":
+        rows = [(spec.num_heads * work_list.most_partials, spec.out_dim) for spec, work_list in work_lists.items()]
         partial = torch.zeros(max(n * dim for n, dim in rows), dtype=torch.float32, device=device)
         return cls(partial, torch.zeros(2 * max(n for n, _ in rows), dtype=torch.float32, device=device))
 
 
-def merge_chunks(spec: AttentionSpec, plan: DecodePlan, scratch: DecodeScratch, num_rows: int, out: torch.Tensor,
+def merge_chunks(spec: AttentionSpec, work_list: WorkList, scratch: DecodeScratch, num_rows: int, out: torch.Tensor,
                  merge_first: bool, sinks: torch.Tensor | None = None, rounded_to: Any = None) -> None:
-    """Merges the chunks of a plan's rows into out [num_rows, Hq, dimensions], or `rounded_to`; merge_first: see
+    """Merges the chunks of a work list's rows into out [num_rows, Hq, dimensions], or `rounded_to`; merge_first: see
     DecodeAttention."""
-    heads = plan.config(num_rows).merge_heads
+    heads = work_list.config(num_rows).merge_heads
     merge_chunks_kernel[(num_rows, triton.cdiv(spec.num_heads, heads))](
-        scratch.partial, scratch.lse, sinks, out, rounded_to, plan.num_chunks, out.stride()[:2], HQ=spec.num_heads,
-        HEADS=heads, D=spec.out_dim, MAX_SPLITS=plan.room(num_rows), FIXED=plan.fixed_order,
-        num_warps=1 if heads == 1 else 4, enable_fp_fusion=not plan.fixed_order,
+        scratch.partial, scratch.lse, sinks, out, rounded_to, work_list.num_chunks, out.stride()[:2], HQ=spec.num_heads,
+        HEADS=heads, D=spec.out_dim, MAX_SPLITS=work_list.room(num_rows), FIXED=work_list.fixed_order,
+        num_warps=1 if heads == 1 else 4, enable_fp_fusion=not work_list.fixed_order,
         **pdl_options(out.device, not merge_first))
 
 
 class DecodeAttention:
-    """The kernel for one kind of layers: the step's `plan` is made first, then this called once per layer. Serves any
-    batch up to max_num_seqs from one set of buffers; nothing is allocated after construction."""
+    """The kernel for one kind of layers: the step's work list is made first, then this called once per layer. Serves
+    any batch up to max_num_seqs from one set of buffers; nothing is allocated after construction."""
 
-    def __init__(self, spec: AttentionSpec, block_size: int, plan: DecodePlan, scratch: DecodeScratch) -> None:
-        self.spec, self.block_size, self.plan, self.scratch = spec, block_size, plan, scratch
+    def __init__(self, spec: AttentionSpec, block_size: int, work_list: WorkList, scratch: DecodeScratch) -> None:
+        self.spec, self.block_size, self.work_list, self.scratch = spec, block_size, work_list, scratch
         device = Device.of(scratch.lse.device)
         self.num_sms = device.processors
         self.has_tma = device.has_tma and spec.head_dim == padded_dims(spec.head_dim)
@@ -236,17 +236,17 @@ class DecodeAttention:
                  max_context_len: int, out: torch.Tensor, sinks: torch.Tensor | None = None,
                  merge_first: bool = False, kv_scales: torch.Tensor | None = None,
                  rounds: bool = False, mixed: bool = False) -> torch.Tensor | FP8Rows:
-        """q and out [num_rows, Hq, D]: the rows of the last plan. max_context_len: any bound on their lengths.
+        """q and out [num_rows, Hq, D]: the rows of the last work list. max_context_len: any bound on their lengths.
         merge_first: where chunks are merged, no later kernel may start before they are. rounds: the result is rounded
         to e4m3 and returned as [num_rows, Hq * D], and `out` says its dtype alone; for heads of 128 dimensions. mixed:
         see KVCache."""
-        num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
-        c, splits, together = plan.config(num_rows), plan.room(num_rows), plan.together
-        most_chunks = plan.most_chunks(num_rows, max_context_len)
+        num_rows, spec, work_list, scratch = q.shape[0], self.spec, self.work_list, self.scratch
+        c, splits, together = work_list.config(num_rows), work_list.room(num_rows), work_list.together
+        most_chunks = work_list.most_chunks(num_rows, max_context_len)
         scales = None
         if kv_scales is not None:
             scales, v_cache = kv_scales.view(torch.int32), v_cache.view(torch.int16)
-        block_n = tile_keys(spec.head_dim) if plan.fixed_order else c.block_n
+        block_n = tile_keys(spec.head_dim) if work_list.fixed_order else c.block_n
         use_tma = self.has_tma and self.block_size % block_n == 0
         k = paged_descriptor(k_cache, block_n) if use_tma else k_cache
         v = paged_descriptor(v_cache, block_n) if use_tma and not mixed else v_cache
@@ -254,17 +254,17 @@ class DecodeAttention:
         row = empty_rows_for(num_rows, spec.num_heads * spec.head_dim, out.dtype, out.device) if rounds else None
         rounded_to = row and (row.values, row.scales, row.scales.stride(1))
         decode_attention_kernel[(programs,)](
-            q, k, v, k_cache, v_cache, scales, sinks, out, block_table, plan.work, plan.num_work, scratch.partial,
-            scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
-            None if scales is None else scales.stride(0), block_table.stride(0), out.stride()[:2],
+            q, k, v, k_cache, v_cache, scales, sinks, out, block_table, work_list.entries, work_list.num_entries,
+            scratch.partial, scratch.lse, spec.scale * LOG2_E, q.stride()[:2], k_cache.stride()[:3],
+            v_cache.stride()[:3], None if scales is None else scales.stride(0), block_table.stride(0), out.stride()[:2],
             HKV=spec.num_kv_heads, G=spec.group_size,
             BLOCK_H=max(16 if scales is None else 8, triton.next_power_of_2(together * spec.group_size)),
             D=spec.head_dim,
             PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
             CAP=spec.softcap and spec.softcap * LOG2_E, WINDOWED=spec.window is not None,
-            num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, FIXED=plan.fixed_order,
-            enable_fp_fusion=not plan.fixed_order, PLACES=together, ENDS=plan.ends, MIXED=mixed,
+            num_warps=c.num_warps, num_stages=c.num_stages, maxnreg=c.max_registers, FIXED=work_list.fixed_order,
+            enable_fp_fusion=not work_list.fixed_order, PLACES=together, ENDS=work_list.ends, MIXED=mixed,
             window=spec.window if together > 1 else None, ROUNDED=rounded_to, **pdl_options(q.device))
         if most_chunks > 1:
-            merge_chunks(spec, plan, scratch, num_rows, out, merge_first, sinks, rounded_to)
+            merge_chunks(spec, work_list, scratch, num_rows, out, merge_first, sinks, rounded_to)
         return out if row is None else row

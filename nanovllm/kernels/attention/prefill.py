@@ -91,8 +91,8 @@ def _tiles(CU_SEQLENS, CONTEXT_LENS, tile, num_rows, BLOCK_M: tl.constexpr, SEAR
 
 
 @triton.jit(do_not_specialize=["CU_SEQLENS", "CONTEXT_LENS", "num_tiles", "num_rows"])
-def plan_prefill_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BLOCK_M: tl.constexpr,
-                        SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr):
+def list_tiles_kernel(CU_SEQLENS, CONTEXT_LENS, TILES, num_tiles, num_rows, BLOCK_M: tl.constexpr,
+                      SEARCH_STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """The tiles of rows CU_SEQLENS int32 [num_rows + 1] and CONTEXT_LENS int32 [num_rows], those with most keys first:
     TILES int32 [num_tiles, 2], row (-1: none) and first query within it. A tile's place is the number of tiles before
     it."""
@@ -171,7 +171,7 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
     """attention_reference of Q [T, HQ, D] into OUT of this shape. K, V [blocks, HQ / G, PAGE, D], tensor descriptors
     with TMA; KV_SCALES int32 [blocks, HQ / G, PAGE], a key's and a value's bfloat16, where they are e4m3, else None;
     SINKS [HQ] or None; TABLE int32 [slots, table_stride]; ROW_SLOT, CONTEXT_LENS int32 [rows], CU_SEQLENS int32 [rows +
-    1]; TILES of plan_prefill_kernel. A program computes one tile of queries of one head; the heads of a tile run side
+    1]; TILES of list_tiles_kernel. A program computes one tile of queries of one head; the heads of a tile run side
     by side, so that those which share keys find them in the L2 cache. CAP: the soft-cap in units of log2, or None.
     FIXED: sums in the order of fixed_order.py. MIXED: a value that the row does not have may be NaN, see KVCache;
     then V is no descriptor."""
@@ -213,7 +213,7 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
 
 
 class PrefillAttention:
-    """The kernel for one kind of layers. `plan` once per step serves all kinds of one BLOCK_M."""
+    """The kernel for one kind of layers. `list_tiles` once per step serves all kinds of one BLOCK_M."""
 
     def __init__(self, spec: AttentionSpec, block_size: int, max_num_seqs: int, device: torch.device,
                  config: PrefillConfig) -> None:
@@ -222,14 +222,14 @@ class PrefillAttention:
         self.use_tma = Device.of(device).has_tma and block_size % config.block_n == 0
         self.use_tma &= spec.head_dim == padded_dims(spec.head_dim)
 
-    def plan(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    def list_tiles(self, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """The list of tiles, int32 [cdiv(num_tokens, BLOCK_M) + rows, 2], of rows cu_seqlens_q int32 [rows + 1] (which
         may start at any token; a padded step may have more of them than max_num_seqs) with context_lens int32 [rows].
         num_tokens: any bound on their tokens."""
         num_rows = context_lens.shape[0]
         num_tiles = triton.cdiv(num_tokens, self.config.block_m) + num_rows
         tiles = torch.empty(num_tiles, 2, dtype=torch.int32, device=cu_seqlens_q.device)
-        plan_prefill_kernel[(triton.cdiv(num_tiles, 64),)](
+        list_tiles_kernel[(triton.cdiv(num_tiles, 64),)](
             cu_seqlens_q, context_lens, tiles, num_tiles, num_rows, BLOCK_M=self.config.block_m,
             SEARCH_STEPS=max(self.search_steps, num_rows.bit_length()), BLOCK=64, num_warps=4)
         return tiles

@@ -13,8 +13,9 @@ from nanovllm.kernels.plan.config import TILE_ROWS
 
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)
 _SMALLEST_BITS: tl.constexpr = tl.constexpr(int(torch.tensor(SMALLEST_MAXIMUM).view(torch.int32)))
-ROWS_MULTIPLE = 4
-"""Multiple of rows for which memory of a group's scales is allocated, so that they may be copied by 16 bytes."""
+ROWS_MULTIPLE = 16
+"""Multiple of rows for which memory of a group's scales is allocated, so that they may be copied by 16 bytes (4 would
+do) and no kernel is compiled once more for rows whose stride is no multiple of 16."""
 
 
 @triton.jit

@@ -6,7 +6,7 @@ computes, and multiply by B themselves (expand.py), as the activation behind the
 library, and kernels for experts, get the whole delta, of rows without an adapter -0.0, which changes no number.
 
 Tokens are taken in tiles as they come, and a tile is multiplied by the adapters of its rows one after the other, of
-which each row keeps its own: neighbours of one text have one, and decodes stand by adapter (StepPlan.sort_decodes). K
+which each row keeps its own: neighbours of one text have one, and decodes stand by adapter (Schedule.sort_decodes). K
 is cut into PIECES of columns, whose sums are added in their order: a row's bits depend on nothing but the row and its
 adapter. Ahead of kernels for few rows, which have sums of their own order, programs have a row each: the kernel
 that waits for them reads the fewer pieces the sooner. A tile does not wait: `shrink` lets it start when x is there, and

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels.attention.chunks import finish_chunk, lanes_of, load_lanes, new_chunk, visible_keys
 from nanovllm.kernels.attention.decode import DecodeScratch, merge_chunks
-from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodePlan, Tuning
+from nanovllm.kernels.attention.decode_work_list import DecodeConfig, Tuning, WorkList
 from nanovllm.kernels.attention.pages import keys_within, load_tile, look_up
 from nanovllm.kernels.attention.scores import LOG2_E, padded_dims, softmax_step
 from nanovllm.kernels.attention.spec import AttentionSpec
@@ -72,7 +72,7 @@ def latent_decode_kernel(Q, LATENT, ROPE, CACHE, OUT, TABLE, WORK, NUM_WORK, PAR
     merge_chunks_kernel takes them. CACHE [blocks, 1, PAGE, L + R]; LATENT and ROPE are its two parts, descriptors with
     TMA. TABLE int32 [slots, blocks], WORK int32 [entries, 4] and NUM_WORK int32 [1] (work_list.py). An item is one
     chunk of one row for one block of G query heads; with PLACES above 1 see decode_attention_kernel. With PDL work list
-    and block table are read before gdc_wait: the plan's."""
+    and block table are read before gdc_wait, as there."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     place, heads = lanes_of(LANES, G, PLACES)
@@ -126,8 +126,8 @@ def latent_tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning
     return LATENT_TUNING
 
 
-class LatentPlan(DecodePlan):
-    """DecodePlan of layers with latents."""
+class LatentWorkList(WorkList):
+    """WorkList of layers with latents."""
 
     _tuned = staticmethod(latent_tuning)
 
@@ -139,8 +139,8 @@ class LatentPlan(DecodePlan):
 class LatentDecode:
     """DecodeAttention for layers of one kind with a value_dim."""
 
-    def __init__(self, spec: AttentionSpec, block_size: int, plan: DecodePlan, scratch: DecodeScratch) -> None:
-        self.spec, self.block_size, self.plan, self.scratch = spec, block_size, plan, scratch
+    def __init__(self, spec: AttentionSpec, block_size: int, work_list: WorkList, scratch: DecodeScratch) -> None:
+        self.spec, self.block_size, self.work_list, self.scratch = spec, block_size, work_list, scratch
         device = Device.of(scratch.lse.device)
         self.num_sms, self.is_small = device.processors, device.shared_bytes < MOST_SHARED
         self.has_tma = latent_descriptors(spec, scratch.lse.device)
@@ -148,24 +148,24 @@ class LatentDecode:
 
     def __call__(self, q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, max_context_len: int,
                  out: torch.Tensor, merge_first: bool = False) -> torch.Tensor:
-        """q [num_rows, H, head_dim] and out [num_rows, H, value_dim]: the rows of the last plan. cache [num_blocks, 1,
-        block_size, head_dim]. The rest as DecodeAttention."""
-        num_rows, spec, plan, scratch = q.shape[0], self.spec, self.plan, self.scratch
-        splits, group = plan.room(num_rows), spec.num_heads // self.blocks
-        lanes = max(16, triton.next_power_of_2(plan.together * group))
+        """q [num_rows, H, head_dim] and out [num_rows, H, value_dim]: the rows of the last work list. cache
+        [num_blocks, 1, block_size, head_dim]. The rest as DecodeAttention."""
+        num_rows, spec, work_list, scratch = q.shape[0], self.spec, self.work_list, self.scratch
+        splits, group = work_list.room(num_rows), spec.num_heads // self.blocks
+        lanes = max(16, triton.next_power_of_2(work_list.together * group))
         block_n, warps, stages, at_once = _TILES[lanes]
         if self.is_small or q.dtype.itemsize > 2:
             block_n, warps, stages = 16, 8, 1
-        most_chunks = plan.most_chunks(num_rows, max_context_len)
+        most_chunks = work_list.most_chunks(num_rows, max_context_len)
         use_tma = self.has_tma and self.block_size % block_n == 0
         programs = min(self.num_sms * at_once, num_rows * self.blocks * most_chunks)
         latent_decode_kernel[(programs,)](
-            q, *parts_of(cache, spec, block_n if use_tma else None), cache, out, block_table, plan.work, plan.num_work,
-            scratch.partial, scratch.lse, spec.scale * LOG2_E, q.stride()[:2], cache.stride()[:3],
-            block_table.stride(0), out.stride()[:2], BLOCKS=self.blocks, G=group, LANES=lanes, L=spec.out_dim,
-            R=spec.head_dim - spec.out_dim, PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma, MAX_SPLITS=splits,
-            ENDS=plan.ends, PLACES=plan.together, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
-            **pdl_options(q.device))
+            q, *parts_of(cache, spec, block_n if use_tma else None), cache, out, block_table, work_list.entries,
+            work_list.num_entries, scratch.partial, scratch.lse, spec.scale * LOG2_E, q.stride()[:2],
+            cache.stride()[:3], block_table.stride(0), out.stride()[:2], BLOCKS=self.blocks, G=group, LANES=lanes,
+            L=spec.out_dim, R=spec.head_dim - spec.out_dim, PAGE=self.block_size, BLOCK_N=block_n, TMA=use_tma,
+            MAX_SPLITS=splits, ENDS=work_list.ends, PLACES=work_list.together, num_warps=warps, num_stages=stages,
+            enable_fp_fusion=True, **pdl_options(q.device))
         if most_chunks > 1:
-            merge_chunks(spec, plan, scratch, num_rows, out, merge_first)
+            merge_chunks(spec, work_list, scratch, num_rows, out, merge_first)
         return out

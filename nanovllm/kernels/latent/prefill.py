@@ -1,5 +1,5 @@
 """Attention of prompts over latents, in the form of latent/decode.py, so that a token's result does not depend on how
-its prompt was cut into chunks. Tiles of queries and their plan are those of kernels/attention/prefill.py; the heads of
+its prompt was cut into chunks. Tiles of queries and their list are those of kernels/attention/prefill.py; the heads of
 a tile run side by side, so that they find its keys in the L2 cache.
 """
 

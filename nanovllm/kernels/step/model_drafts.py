@@ -76,7 +76,7 @@ def follow_rows(
     block_size: int, max_model_len: int,
 ) -> None:  # fmt: skip
     """The token after each token of a packed step, int32 [words], into out.next_ids, where take_draws has taken in what
-    the step drew; any id after one that does not hold. `rows` become the plan's rows that gained a token, each with its
+    the step drew; any id after one that does not hold. `rows` become the step's rows that gained a token, each with its
     last entry, those that may have no drafts as rows that have ended; its others have slot -1. decode_rows: see
     expand_rows."""
     rows.slot.fill_(-1)

@@ -84,7 +84,7 @@ def prepare_chat(
         params = api.sampling_fields(fields, model, asked, k, wanted)
         text, ids = encode(model, call, fields)
         prompt, room = fit(model, ids, fields, model.default_max_tokens if asked is None else asked, k)
-        plan = model.parser.plan(text, choice, wanted)
-    if plan.structured is not None:
-        params["structured_outputs"] = plan.structured.given
-    return Prepared(fields, [prompt], params, [room], plan)
+        syntax = model.parser.syntax(text, choice, wanted)
+    if syntax.structured is not None:
+        params["structured_outputs"] = syntax.structured.given
+    return Prepared(fields, [prompt], params, [room], syntax)

@@ -28,7 +28,7 @@ class ChoicesFormat(Format):
     """End of a chunk that holds text alone: all after the text."""
 
     def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
-        fields, params, plan, self.given = prepared.fields, prepared.params, prepared.plan, prepared.given
+        fields, params, syntax, self.given = prepared.fields, prepared.params, prepared.syntax, prepared.given
         self.served, self.fields, self.prompts, self.params = served, fields, prepared.prompts, params
         self.id, self.model = call.given_id or self.id_prefix + call.request_id, fields.model or served.name
         self.created = int(time.time())
@@ -44,7 +44,7 @@ class ChoicesFormat(Format):
         self._skips = params.get("skip_special_tokens", True)
         self._text_options = (
             [stop] if isinstance(stop, str) else stop, params.get("include_stop_str_in_output", False),
-            [*params.get("stop_token_ids", ()), *eos], {} if plan is None else plan.tags_seen(self._skips),
+            [*params.get("stop_token_ids", ()), *eos], {} if syntax is None else syntax.tags_seen(self._skips),
         )  # fmt: skip
 
     def row(self, index: int, prompt_index: int) -> Row:

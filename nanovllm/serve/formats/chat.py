@@ -21,8 +21,8 @@ class ChatFormat(ChoicesFormat):
     fast_suffix = b'},"logprobs":null,"finish_reason":null}]}\n\n'
 
     def __init__(self, served: ServedModel, call: Call, prepared: Prepared) -> None:
-        assert prepared.plan is not None
-        self.plan = prepared.plan
+        assert prepared.syntax is not None
+        self.syntax = prepared.syntax
         self.texts: list[MarkedDetokenizer] = []
         """Detokenizers that count the tokens of reasoning."""
         self.object_name = "chat.completion.chunk" if prepared.fields.stream else "chat.completion"
@@ -30,23 +30,23 @@ class ChatFormat(ChoicesFormat):
 
     def row(self, index: int, prompt_index: int) -> Row:
         row = super().row(index, prompt_index)
-        row.reader = self.plan.reader()
+        row.reader = self.syntax.reader()
         return row
 
     def explain(self, error: ApiError) -> None:
         super().explain(error)
-        if error.code == "invalid_schema" and (self.plan.choice is not None or self.plan.reasoning != "none"):
+        if error.code == "invalid_schema" and (self.syntax.choice is not None or self.syntax.reasoning != "none"):
             # without the grammar that the schemas were made part of
-            name, why = self.plan.blame(error.message.rpartition(" must compile, but: ")[2])
+            name, why = self.syntax.blame(error.message.rpartition(" must compile, but: ")[2])
             error.param = error.param if name is None else "tools"
             error.message = f"{error.param}: " + ("" if name is None else f"function {name!r}: ") + why
         if error.param == "logprobs":
             error.param, error.message = "top_logprobs", f"top_{error.message}"
 
     def detokenizer(self, skip_special_tokens: bool, prompt: Sequence[int]) -> Any:
-        if self.plan.program is None:
+        if self.syntax.program is None:
             return super().detokenizer(skip_special_tokens, prompt)
-        self.texts.append(self.plan.detokenizer(skip_special_tokens, prompt))
+        self.texts.append(self.syntax.detokenizer(skip_special_tokens, prompt))
         return self.texts[-1]
 
     def fast_prefix(self, index: int) -> bytes:
@@ -93,11 +93,11 @@ class ChatFormat(ChoicesFormat):
         return self.of_prompt(request, 0)
 
     def finish_reason(self, row: Row) -> str | None:
-        return None if row.end is None else self.plan.finish_reason(row.end.reason, row.reader)
+        return None if row.end is None else self.syntax.finish_reason(row.end.reason, row.reader)
 
     def usage(self, request: Request) -> shapes.Usage:
         usage = super().usage(request)
-        if self.plan.reasoning != "none":
+        if self.syntax.reasoning != "none":
             count = sum(text.num_reasoning_tokens for text in self.texts)
             usage.completion_tokens_details = shapes.OutputDetails(count)
         return usage

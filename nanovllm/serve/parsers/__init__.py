@@ -2,8 +2,8 @@
 written."""
 
 from nanovllm.serve.parsers.output import OutputParser
-from nanovllm.serve.parsers.plan import Plan
 from nanovllm.serve.parsers.reader import Delta, Reader, joined
+from nanovllm.serve.parsers.syntax import Syntax
 from nanovllm.serve.parsers.tools import ToolChoice, check_schema, check_tools
 
-__all__ = ["Delta", "OutputParser", "Plan", "Reader", "ToolChoice", "check_schema", "check_tools", "joined"]
+__all__ = ["Delta", "OutputParser", "Reader", "Syntax", "ToolChoice", "check_schema", "check_tools", "joined"]

@@ -15,8 +15,8 @@ from typing import Any
 
 from nanovllm.sampling_params import StructuredOutput
 from nanovllm.serve.parsers.calls import one_of
-from nanovllm.serve.parsers.plan import term
 from nanovllm.serve.parsers.reader import Output, Source, Steps
+from nanovllm.serve.parsers.syntax import term
 from nanovllm.serve.parsers.tags import MarkedDetokenizer, Tag, Tags
 from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.serve.parsers.values import json_type

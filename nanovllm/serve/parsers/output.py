@@ -1,4 +1,4 @@
-"""Plans made from a chat template: which grammar the engine holds an answer to, and how its text is read."""
+"""Syntaxes made from a chat template: which grammar the engine holds an answer to, and how its text is read."""
 
 import json
 from functools import partial
@@ -17,9 +17,9 @@ from nanovllm.serve.parsers.families import (
     tool_family_of,
 )
 from nanovllm.serve.parsers.harmony import Harmony, HarmonyDetokenizer
-from nanovllm.serve.parsers.plan import Plan, ReasoningState, term
 from nanovllm.serve.parsers.pythonic import Pythonic
 from nanovllm.serve.parsers.reader import Output, Source, Steps
+from nanovllm.serve.parsers.syntax import ReasoningState, Syntax, term
 from nanovllm.serve.parsers.tags import Tags
 from nanovllm.serve.parsers.tools import ToolChoice
 from nanovllm.text.checkpoint import CheckpointTokenizer
@@ -31,7 +31,7 @@ _GAP = r"gap: /\n{0,3}/"
 
 
 class OutputParser:
-    """Makes plans for one model."""
+    """Makes the syntaxes of one model's answers."""
 
     def __init__(
         self, tokenizer: CheckpointTokenizer, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
@@ -73,11 +73,11 @@ class OutputParser:
             return False
         return prompt.rstrip().endswith(self._opened)
 
-    def plan(self, prompt: str, choice: ToolChoice | None = None, structured: StructuredOutput | None = None) -> Plan:
-        """Plan for the answer to a rendered chat. Raises ValueError if the model's family has no tools or the requested
-        features do not go together."""
+    def syntax(self, prompt: str, choice: ToolChoice | None = None, wanted: StructuredOutput | None = None) -> Syntax:
+        """Syntax of the answer to a rendered chat. Raises ValueError if the model's family has no tools or the
+        requested features do not go together."""
         if self._harmony is not None:
-            return self._harmony_plan(self._harmony, prompt, choice, structured)
+            return self._harmony_syntax(self._harmony, prompt, choice, wanted)
         if choice is not None and self._family is None:
             raise ValueError("tools: this model's chat template has no tool calls that the server knows")
         state, thinks = self._state(prompt), self._thinks
@@ -88,8 +88,8 @@ class OutputParser:
             marks += self._family.marks
             thinks += (self._family.opening,) if self._family.is_tagged else ()
         reads = bool(choice is not None or state != "none" or self._around or is_closed)
-        return Plan(
-            self._structured(state, choice, structured),
+        return Syntax(
+            self._structured(state, choice, wanted),
             state,
             choice,
             tuple(marks),
@@ -98,13 +98,13 @@ class OutputParser:
             partial(self._read, state, choice, is_new) if reads else None,
         )
 
-    def _harmony_plan(
-        self, harmony: Harmony, prompt: str, choice: ToolChoice | None, structured: StructuredOutput | None
-    ) -> Plan:
+    def _harmony_syntax(
+        self, harmony: Harmony, prompt: str, choice: ToolChoice | None, wanted: StructuredOutput | None
+    ) -> Syntax:
         if not harmony.begins_message(prompt):  # the prompt ends within a message: what follows is the rest of it
-            return Plan(structured, "none", choice, (), (), self._tokenizer, None)
-        return Plan(
-            harmony.grammar(choice, structured),
+            return Syntax(wanted, "none", choice, (), (), self._tokenizer, None)
+        return Syntax(
+            harmony.grammar(choice, wanted),
             "optional",
             choice,
             harmony.marks,

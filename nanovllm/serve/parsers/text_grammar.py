@@ -47,12 +47,12 @@ _START = "RULE_START"
 
 
 def lark_of(form: Mapping[str, Any]) -> str:
-    """The Lark grammar of a custom tool's format. Raises ValueError for another syntax, or none."""
-    syntax, definition = form.get("syntax"), form.get("definition")
-    if syntax not in ("lark", "regex") or not isinstance(definition, str) or not definition.strip():
+    """The Lark grammar of a custom tool's format. Raises ValueError for one in another language, or none."""
+    language, definition = form.get("syntax"), form.get("definition")
+    if language not in ("lark", "regex") or not isinstance(definition, str) or not definition.strip():
         raise ValueError("must have the syntax 'lark' or 'regex', and a definition")
     check_text("regex", definition)
-    return definition if syntax == "lark" else f"start: {regex_term(definition)}"
+    return definition if language == "lark" else f"start: {regex_term(definition)}"
 
 
 def in_json(grammar: str) -> str:

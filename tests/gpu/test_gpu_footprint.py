@@ -1,6 +1,6 @@
-"""`nanovllm plan` against engines on this GPU, with dummy weights: the blocks within one in a hundred.
+"""Footprints against engines on this GPU, with dummy weights: the blocks within one in a hundred.
 
-A table of all models is printed at the end, and with pytest -s every term of each as planned and as seen. Each engine
+A table of all models is printed at the end, and with pytest -s every term of each as predicted and as seen. Each engine
 starts in a process of its own: in one that has had an engine the kernels and libraries are there already.
 """
 
@@ -18,7 +18,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.executor.resolve import settle
 from nanovllm.kernels.plan.device import Device
 from nanovllm.models.registry import read_model_config
-from nanovllm.runner.memory_plan import Gpu, plan_rank, weight_bytes
+from nanovllm.runner.footprint import Gpu, footprint_of, weight_bytes
 from nanovllm.runner.memory_probe import GIB, MIB, MemoryProbe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -31,12 +31,12 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Seen:
-    """Figures that were planned for an engine, and those that its start found."""
+    """Figures that were predicted for an engine, and those that its start found."""
 
-    planned_blocks: int
+    predicted_blocks: int
     blocks: int
     terms: dict[str, tuple[int, int]]
-    """Bytes as planned and as found."""
+    """Bytes as predicted and as found."""
     engine: str
     measured: dict[str, list[int]]
     """Bytes that the start measured: see `recorded`."""
@@ -69,30 +69,31 @@ def recorded() -> dict[str, list[int]]:
 
 
 def start_engine(name: str) -> Seen:
-    """Plans and starts an engine of one of MODELS."""
+    """Predicts what an engine of one of MODELS takes, and starts it."""
     measured = recorded()
     options = {**MODELS[name], "load_format": "dummy", "skip_tokenizer_init": True, "device": "cuda"}
     config = EngineConfig(name.partition(" ")[0], **options)
     model, device = read_model_config(config), Device.of(torch.device("cuda", 0))
-    planned = plan_rank(settle(config, model, device.capability), model, Gpu(device, torch.cuda.mem_get_info()[1]))
+    gpu = Gpu(device, torch.cuda.mem_get_info()[1])
+    predicted = footprint_of(settle(config, model, device.capability), model, gpu)
     with LLM(config.model, **options) as llm:
         engine: Any = llm.engine
         info, runner = llm.engine_info(), engine.executor.runner
         weights, crowded = weight_bytes(runner.weights.all), runner.memory.crowded
     seen = {name: int(info[f"{name}_gib"] * GIB) for name in ("step", "graphs", "filters", "libraries")}
     blocks, reserved = info["num_kvcache_blocks"], seen["step"] + seen["graphs"] + seen["filters"]
-    kv_bytes = blocks * planned.block_bytes
-    used = planned.share - reserved - kv_bytes
+    kv_bytes = blocks * predicted.block_bytes
+    used = predicted.share - reserved - kv_bytes
     terms = {
-        "weights": (planned.weights, weights),
-        "all but weights": (planned.used - planned.weights, used - weights),
-        "of it libraries": (planned.libraries, seen["libraries"]),
-        **{term: (nbytes, seen[term]) for term, nbytes in planned.reserved.items()},
-        "KV cache": (planned.blocks * planned.block_bytes, kv_bytes),
+        "weights": (predicted.weights, weights),
+        "all but weights": (predicted.used - predicted.weights, used - weights),
+        "of it libraries": (predicted.libraries, seen["libraries"]),
+        **{term: (nbytes, seen[term]) for term, nbytes in predicted.reserved.items()},
+        "KV cache": (predicted.blocks * predicted.block_bytes, kv_bytes),
     }  # fmt: skip
     measured["graphs_in_the_end"] = [int(info.get("graphs_taken_gib", 0) * GIB)]
-    text = f"{info['attention_backend']}, {info['cuda_graphs']} graphs, {planned.block_bytes:,} bytes a block"
-    return Seen(planned.blocks, blocks, terms, text, measured, crowded)
+    text = f"{info['attention_backend']}, {info['cuda_graphs']} graphs, {predicted.block_bytes:,} bytes a block"
+    return Seen(predicted.blocks, blocks, terms, text, measured, crowded)
 
 
 @pytest.fixture(scope="module")
@@ -101,16 +102,16 @@ def summary(request: pytest.FixtureRequest) -> Iterator[list[str]]:
     lines: list[str] = []
     yield lines
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print("", f"{'':24} {'blocks planned':>14} {'seen':>10} {'apart':>8}   widest miss", *lines, sep="\n")
+        print("", f"{'':24} {'blocks predicted':>16} {'seen':>10} {'apart':>8}   widest miss", *lines, sep="\n")
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_are_those_of_an_engine(name: str, summary: list[str]) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
         seen = processes.submit(start_engine, name).result(timeout=240)
-    terms, apart = seen.terms, seen.planned_blocks / seen.blocks - 1
+    terms, apart = seen.terms, seen.predicted_blocks / seen.blocks - 1
     print(f"\n{name}, {seen.engine}")
-    print(f"  {'MiB':17} {'planned':>11} {'seen':>11} {'apart':>9}   of KV")
+    print(f"  {'MiB':17} {'predicted':>11} {'seen':>11} {'apart':>9}   of KV")
     for term, (mine, engines) in terms.items():
         sizes = f"{mine / MIB:11,.1f} {engines / MIB:11,.1f} {(mine - engines) / MIB:+9,.1f}"
         print(f"  {term:17} {sizes}  {(mine - engines) / terms['KV cache'][1]:+.2%}")
@@ -118,7 +119,7 @@ def test_blocks_are_those_of_an_engine(name: str, summary: list[str]) -> None:
         print(f"  {term.replace('_', ' '):17} {', '.join(f'{nbytes / MIB:,.1f}' for nbytes in found)}")
     missed = max(list(terms)[:-1], key=lambda term: abs(terms[term][0] - terms[term][1]))
     by = (terms[missed][0] - terms[missed][1]) / MIB
-    summary.append(f"{name:24} {seen.planned_blocks:14,} {seen.blocks:10,} {apart:+8.2%}   {missed} {by:+,.1f} MiB")
+    summary.append(f"{name:24} {seen.predicted_blocks:16,} {seen.blocks:10,} {apart:+8.2%}   {missed} {by:+,.1f} MiB")
     assert not seen.crowded, seen.crowded
     assert terms["weights"][0] == terms["weights"][1]
     assert abs(apart) <= 0.01

@@ -1,4 +1,4 @@
-"""The plan for one answer: what it is held to, and how its text is read."""
+"""The syntax of one answer: what it is held to, and how its text is read."""
 
 import json
 import re
@@ -23,8 +23,8 @@ ReasoningState = Literal["none", "open", "optional"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Plan of one answer: its grammar and how it is read. Readers and detokenizers are made for each completion."""
+class Syntax:
+    """Syntax of one answer: its grammar and how it is read. Readers and detokenizers are made for each completion."""
 
     structured: StructuredOutput | None
     """Value for SamplingParams.structured_outputs."""

@@ -7,7 +7,7 @@ rows long ones, so that little is written and merged. No bit depends on which it
 
 import torch
 
-from nanovllm.kernels.attention.decode_plan import UNBOUNDED, DecodeConfig, DecodePlan, Tuning, for_heads, if_few
+from nanovllm.kernels.attention.decode_work_list import UNBOUNDED, DecodeConfig, Tuning, WorkList, for_heads, if_few
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
 from nanovllm.kernels.attention.scores import padded_dims
 from nanovllm.kernels.attention.work_list import lengths_of, own_rows, store_counts, store_entry
@@ -27,7 +27,7 @@ TUNING: Tuning = (
     (48, DecodeConfig(programs_per_sm=6, min_chunk=WIDE_FROM, max_registers=168)),
     (None, DecodeConfig(min_chunk=WIDE_FROM)),
 )
-"""Tuning in the form of decode_plan.TUNING; min_chunk: keys of a row's first unit, a power of two from CHUNK to
+"""Tuning in the form of decode_work_list.TUNING; min_chunk: keys of a row's first unit, a power of two from CHUNK to
 WIDE_FROM."""
 
 
@@ -60,9 +60,9 @@ def _place(here, placed):
 
 
 @triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window", "few"])
-def fixed_order_plan_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, FIRST: tl.constexpr,
-                            ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr, ENDS=None, few=None,
-                            FEW_FIRST: tl.constexpr = 0, PLACES: tl.constexpr = 1):
+def list_units_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, FIRST: tl.constexpr,
+                      ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr, ENDS=None, few=None,
+                      FEW_FIRST: tl.constexpr = 0, PLACES: tl.constexpr = 1):
     """The units of rows ROW_SLOT and CONTEXT_LENS, int32 [num_rows]: WORK int32 [entries, 4] as
     work_list.py has it, NUM_WORK int32 [1] its entries, NUM_CHUNKS int32 [num_rows] the units of each row. FIRST: keys
     of a row's first unit. Every program ranks all rows and writes the entries of its own ROWS_PER_PROGRAM. With PLACES
@@ -120,8 +120,8 @@ def tuning(num_kv_heads: int, head_dim: int, fp8: bool = False) -> Tuning:
     return for_heads(TUNING, num_kv_heads, head_dim, num_stages=2, **limit)
 
 
-class FixedOrderPlan(DecodePlan):
-    """DecodePlan of units."""
+class FixedOrderWorkList(WorkList):
+    """WorkList of units."""
 
     fixed_order = True
     _tuned = staticmethod(tuning)
@@ -140,7 +140,7 @@ class FixedOrderPlan(DecodePlan):
 
     def make(self, row_slot: torch.Tensor, context_lens: torch.Tensor, num_rows: int) -> None:
         config, fine = self.cuts(num_rows)
-        fixed_order_plan_kernel[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
-            row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows, self.window or UNBOUNDED,
+        list_units_kernel[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
+            row_slot, context_lens, self.entries, self.num_entries, self.num_chunks, num_rows, self.window or UNBOUNDED,
             FIRST=config.min_chunk, ROWS_PADDED=max(16, triton.next_power_of_2(num_rows)),
             ROWS_PER_PROGRAM=ROWS_PER_PROGRAM, num_warps=4, FEW_FIRST=fine.min_chunk, **self._sharing(num_rows))

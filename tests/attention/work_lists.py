@@ -1,13 +1,13 @@
-"""Plain twins of the kernels that plan a step's attention."""
+"""Plain twins of the kernels that list a step's attention."""
 
 import torch
 
-from nanovllm.kernels.attention.decode_plan import DecodeConfig
+from nanovllm.kernels.attention.decode_work_list import DecodeConfig
 from nanovllm.kernels.attention.fixed_order import CHUNK, WIDE_CHUNK, WIDE_FROM
-from nanovllm.kernels.attention.fixed_order_plan import unit_of
+from nanovllm.kernels.attention.fixed_order_work_list import unit_of
 
 
-def plan_decode_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig,
+def list_chunks_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, config: DecodeConfig,
                           window: int | None = None) -> list[tuple[int, int, int, int, int, int]]:
     """The work list of row_slot and context_lens, int32 [R], as (row, slot, first key, end, index of the chunk, chunks
     of the row), long chunks first. Of rows longer than `window` only the last so many keys; where their chunks are cut
@@ -36,7 +36,7 @@ def unit_start(unit: int, first_unit: int) -> int:
     return first_unit + (unit - 1) * CHUNK if unit < narrow else WIDE_FROM + (unit - narrow) * WIDE_CHUNK
 
 
-def fixed_order_plan_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, first_unit: int,
+def list_units_reference(row_slot: torch.Tensor, context_lens: torch.Tensor, first_unit: int,
                                window: int | None = None) -> list[tuple[int, int, int, int, int, int]]:
     """The work list of row_slot and context_lens, int32 [R], as (row, slot, first key, end, index of the unit among the
     row's, units of the row), in the order of rows; the kernel's is about that of lengths."""
@@ -52,7 +52,7 @@ def fixed_order_plan_reference(row_slot: torch.Tensor, context_lens: torch.Tenso
     return items
 
 
-def plan_prefill_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
+def list_tiles_reference(cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
                            block_m: int) -> list[tuple[int, int]]:
     """(row, first query within the row) of every tile of cu_seqlens_q int32 [R + 1] and context_lens int32 [R], those
     with most keys first."""

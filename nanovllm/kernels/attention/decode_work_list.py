@@ -97,7 +97,7 @@ def if_few(end, few, this, other):
 
 
 @triton.jit(do_not_specialize=["ROW_SLOT", "CONTEXT_LENS", "num_rows", "window", "few"])
-def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, BLOCK_N: tl.constexpr,
+def list_chunks_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_rows, window, BLOCK_N: tl.constexpr,
                        MIN_CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, NUM_CLASSES: tl.constexpr,
                        TAIL_CLASSES: tl.constexpr, ROWS_PADDED: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
                        ENDS=None, few=None, FEW_CHUNK: tl.constexpr = 0, FEW_SPLITS: tl.constexpr = 0,
@@ -146,7 +146,7 @@ def plan_decode_kernel(ROW_SLOT, CONTEXT_LENS, WORK, NUM_WORK, NUM_CHUNKS, num_r
                 begin[:, None] + (index + 1) * chunk[:, None], index | (num_chunks[:, None] << 16), full_mask)
 
 
-class DecodePlan:
+class WorkList:
     """The work list of a step's decode rows for layers of one window, in buffers of its own. Nothing is allocated after
     construction."""
 
@@ -167,8 +167,8 @@ class DecodePlan:
         self._alone = self._tuned(num_kv_heads, head_dim, fp8) if config is None else ((None, config),)
         self.tuning = self._alone
         self.most_splits = max(self.max_splits(config) for _, config in self.tuning)
-        self.work = torch.zeros(max_num_seqs * self.most_splits, 4, dtype=torch.int32, device=device)
-        self.num_work = torch.zeros(1, dtype=torch.int32, device=device)
+        self.entries = torch.zeros(max_num_seqs * self.most_splits, 4, dtype=torch.int32, device=device)
+        self.num_entries = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_chunks = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.ends = None if together == 1 else torch.zeros(max_num_seqs, together, dtype=torch.int32, device=device)
 
@@ -227,7 +227,7 @@ class DecodePlan:
                    for config in self.cuts(num_rows))
 
     def size_classes(self) -> list[int]:
-        """The largest batch of each: they differ by configuration, and their plans by power of two of rows."""
+        """The largest batch of each: they differ by configuration, and their lists by power of two of rows."""
         powers = (16 << n for n in range(self.max_num_seqs.bit_length()))
         limits = {*powers, *(most for most, _ in self.tuning if most)}
         parts = triton.cdiv(self.places, self.together)
@@ -235,7 +235,7 @@ class DecodePlan:
         return sorted({min(most, self.max_num_seqs) for most in limits})
 
     def _sharing(self, num_rows: int) -> dict[str, Any]:
-        """Arguments of the planning kernels that go with rows that share keys."""
+        """Arguments of the listing kernels that go with rows that share keys."""
         return {"ENDS": self.ends, "few": self.few(num_rows), "PLACES": self.together} if self.together > 1 else {}
 
     def make(self, row_slot: torch.Tensor, context_lens: torch.Tensor, num_rows: int) -> None:
@@ -246,8 +246,8 @@ class DecodePlan:
                   for c in (config, fine)):
             num_classes += 1
         rows_per_program = 16
-        plan_decode_kernel[(triton.cdiv(num_rows, rows_per_program),)](
-            row_slot, context_lens, self.work, self.num_work, self.num_chunks, num_rows, self.window or UNBOUNDED,
+        list_chunks_kernel[(triton.cdiv(num_rows, rows_per_program),)](
+            row_slot, context_lens, self.entries, self.num_entries, self.num_chunks, num_rows, self.window or UNBOUNDED,
             BLOCK_N=config.block_n, MIN_CHUNK=config.min_chunk, MAX_SPLITS=splits, NUM_CLASSES=num_classes,
             TAIL_CLASSES=12, ROWS_PADDED=max(16, triton.next_power_of_2(num_rows)), ROWS_PER_PROGRAM=rows_per_program,
             num_warps=4, FEW_CHUNK=fine.min_chunk, FEW_SPLITS=self.max_splits(fine), **self._sharing(num_rows))

@@ -1,9 +1,9 @@
-"""Memory plan: bytes that an engine takes of each GPU and how many tokens fit beside it, computed without a GPU by the
-engine's own layers, without memory behind them, and its own arithmetic.
+"""Memory footprint: bytes that an engine takes of each GPU and how many tokens fit beside it, computed without a GPU by
+the engine's own layers, without memory behind them, and its own arithmetic.
 
 Weights, KV cache, tables, peer memory and filters are exact. An engine measures the largest step, its graphs and the
 libraries when it starts; here they follow from the widest part of a layer and from what libraries usually take (on an
-H200 within 310 MiB for models of 0.6B to 30B, which is 0.3 % of the KV cache: tests/gpu/test_gpu_plan.py).
+H200 within 310 MiB for models of 0.6B to 30B, which is 0.3 % of the KV cache: tests/gpu/test_gpu_footprint.py).
 """
 
 from collections import Counter
@@ -69,8 +69,8 @@ GPUS = {
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """Memory plan of one rank; sizes are bytes."""
+class Footprint:
+    """Memory footprint of one rank; sizes are bytes."""
 
     ranks: int
     weights: int
@@ -145,9 +145,9 @@ def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -
     start on this device. config: no "auto" is left."""
     if device.type == "cuda":
         total = torch.cuda.mem_get_info(device)[1]
-        plan = plan_rank(config, model, Gpu(Device.of(device), total))
-        if not (plan.surely_fits or config.share_gpus):
-            plan.blocks  # noqa: B018 (raises: there is no room for one)
+        footprint = footprint_of(config, model, Gpu(Device.of(device), total))
+        if not (footprint.surely_fits or config.share_gpus):
+            footprint.blocks  # noqa: B018 (raises: there is no room for one)
         return
     share = host_share(config)
     layers, counts = one_of_each(model, rules_of(config, model, CPU, False), config.dtype)
@@ -158,10 +158,10 @@ def check_room(config: EngineConfig, model: ModelConfig, device: torch.device) -
 
 
 def step_room(config: EngineConfig, model: ModelConfig, device: torch.device) -> int:
-    """Bytes that the largest step, graphs and filters take on this GPU, as planned: for what is chosen before they are
-    measured."""
+    """Bytes that the largest step, graphs and filters take on this GPU, as predicted: for what is chosen before they
+    are measured."""
     gpu = Gpu(Device.of(device), torch.cuda.mem_get_info(device)[1])
-    return sum(plan_rank(config, model, gpu).reserved.values())
+    return sum(footprint_of(config, model, gpu).reserved.values())
 
 
 def host_share(config: EngineConfig) -> float:
@@ -169,9 +169,9 @@ def host_share(config: EngineConfig) -> float:
     return usable_memory() / config.tensor_parallel_size
 
 
-def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
-    """Plans the memory of a rank with these options on that GPU. Raises ValueError as an engine does for what no such
-    GPU can do. config: no "auto" is left."""
+def footprint_of(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> Footprint:
+    """Footprint of a rank with these options on that GPU. Raises ValueError as an engine does for what no such GPU can
+    do. config: no "auto" is left."""
     assert config.kvcache_block_size and config.max_model_len
     rules = rules_of(config, model, gpu.device, config.uses("fused_kernels"))
     layers, counts = one_of_each(model, rules, config.dtype, room_for(config))
@@ -198,16 +198,16 @@ def plan_rank(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> RankPlan:
     line_bytes, block_bytes = slot_bytes(mixers), layout.token_bytes(kv_dtype) * config.kvcache_block_size
     block_bytes += 4 * config.kvcache_block_size * config.looks_up
     weights = _weights(layers, counts) + (0 if drafter is None else weight_bytes(drafter.checkpoint_weights()))
-    plan = RankPlan(
+    footprint = Footprint(
         config.tensor_parallel_size, weights, _buffer_bytes(config, model, layout), _adapter_bytes(layers, counts), 0,
         0, 0, config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
         token_bytes, layout, block_bytes, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,
     )  # fmt: skip
     spare = spare_lines(config)
-    room = kv_room(share, plan.used, share, reserved) - spare * line_bytes
+    room = kv_room(share, footprint.used, share, reserved) - spare * line_bytes
     lines = lines_for(config, room, line_bytes, bool(block_bytes))
-    return replace(plan, num_lines=lines, line_bytes=line_bytes, slots=(lines + 1 + spare) * line_bytes)
+    return replace(footprint, num_lines=lines, line_bytes=line_bytes, slots=(lines + 1 + spare) * line_bytes)
 
 
 def weight_bytes(weights: Iterable[CheckpointWeight]) -> int:

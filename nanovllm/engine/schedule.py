@@ -9,7 +9,7 @@ from nanovllm.wire.step import DRAFT, ENTER, SlotRecord, pack_step
 
 
 @dataclass(slots=True)
-class StepPlan:
+class Schedule:
     """Rows of a step, in the order of the device: decodes, prompts that finish, prompt chunks that do not.
 
     The first two kinds, `num_sample_rows` together, gain a token each; decodes up to `places`.
