@@ -187,8 +187,8 @@ def more_connections_than_descriptors(server: Server) -> None:
     """An address that opens them loses its oldest ones; another one keeps its own."""
     question = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with ExitStack() as stack:
-        other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 20, ("127.0.0.2", 0)))
-        made = [stack.enter_context(server.connect()) for _ in range(250)]
+        other, here, there = stack.enter_context(server.connect()), ("127.0.0.1", server.port), ("127.0.0.2", 0)
+        made = [stack.enter_context(socket.create_connection(here, 20, there)) for _ in range(250)]
         for each in (other, made[-1]):
             each.sendall(question)
             assert each.recv(12) == b"HTTP/1.1 200"
