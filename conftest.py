@@ -18,8 +18,8 @@ _common = {
     "stateful_step_count": 40,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much],
 }
-settings.register_profile("nanovllm", max_examples=30, **_common)
-settings.register_profile("nanovllm-ci", max_examples=30, derandomize=True, **_common)
+settings.register_profile("nanovllm", max_examples=60, **_common)
+settings.register_profile("nanovllm-ci", max_examples=60, derandomize=True, **_common)
 settings.register_profile("nanovllm-thorough", max_examples=3000, **_common)  # NANOVLLM_HYPOTHESIS=thorough
 _suffix = os.environ.get("NANOVLLM_HYPOTHESIS", "ci" if os.environ.get("CI") else "")
 settings.load_profile("nanovllm" + (f"-{_suffix}" if _suffix else ""))
@@ -62,7 +62,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # no full collection looks at what is imported, from now on
-    gc.set_threshold(20_000)  # the interpreter's objects live in cycles, thousands a kernel
     gc.enable()
     if session.config.getoption("--quick"):
         return

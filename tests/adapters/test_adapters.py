@@ -159,7 +159,7 @@ def test_a_row_with_an_adapter_is_what_it_is_alone(qwen: Any) -> None:
         alone = [scores(generate(llm, [prompt], request, longer)[0]) for prompt in PROMPTS for request in requests]
     given = [(prompt, request) for prompt in PROMPTS for request in requests]
     tight = {"num_kvcache_blocks": 5, "max_num_batched_tokens": 9, "disable": ("async_scheduling", "lookahead")}
-    for options in ({"max_loras": 3}, tight):
+    for options in ({"max_loras": 3}, {"max_loras": 3, **tight}, tight):
         with LLM(str(folder), **{**LORA, **exact, **options}) as llm:
             found = generate(llm, *zip(*given, strict=True), longer)
             assert llm.stats().num_preemptions > 0 or options == {"max_loras": 3}

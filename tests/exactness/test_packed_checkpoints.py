@@ -157,7 +157,7 @@ def test_no_bit_of_mxfp4_experts_depends_on_steps(gpt_oss: tuple[Path, Path]) ->
     prompts = [[(37 * i + 11 * length) % 301 for i in range(length)] for length in (1, 5, 40, 23)]
     found = []
     options: dict[str, Any] = {**ROOMY, "exact_bits": "batch", "dtype": "bfloat16", "enable_prefix_caching": False}
-    for at_once, more in ((1, {}), (4, {}), (4, CHUNKS)):
+    for at_once, more in ((1, {}), (4, {}), (4, {"max_num_batched_tokens": 16}), (4, CHUNKS)):
         with LLM(str(gpt_oss[1]), **{**options, **more}) as llm:
             parts = [prompts[start : start + at_once] for start in range(0, 4, at_once)]
             outputs = [output for part in parts for output in llm.generate(part, params, use_tqdm=False)]

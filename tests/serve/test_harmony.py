@@ -35,7 +35,7 @@ def call_text(name: str, arguments: dict[str, Any], form: int = 0) -> str:
     return heads[form] + json.dumps(arguments, ensure_ascii=False)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     reasoning=st.none() | words, preamble=st.none() | words, content=words, call=st.none() | calls,
     form=st.integers(0, 2), cuts=steps,
@@ -66,7 +66,7 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
 PIECES = [*TAGS["harmony"], "analysis", "final", " to=functions.now", "x", "\n", "{", "}"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES)).map("".join), cuts=steps)
 def test_any_text_at_all_reads_alike_at_any_cut(model: Model, text: str, cuts: list[int]) -> None:
     syntax = model.syntax(PROMPT)

@@ -42,7 +42,7 @@ def usual_syntax(model: Model, prompt: str = "") -> Syntax:
     return model.syntax(prompt)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(content=words, made=st.lists(calls, max_size=3), reasoning=st.none() | words, opens=st.booleans(), cuts=steps)
 def test_messages_are_admitted_and_read_back_at_any_cut(
     model: Model, content: str, made: list[Any], reasoning: str | None, opens: bool, cuts: list[int]
@@ -64,7 +64,7 @@ def test_messages_are_admitted_and_read_back_at_any_cut(
     assert message_of(whole) == message
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(made=st.lists(calls, min_size=1, max_size=2), end=st.integers(0, 200), cuts=steps)
 def test_an_output_that_ends_early_reads_alike_at_any_cut(
     model: Model, made: list[Any], end: int, cuts: list[int]
@@ -76,7 +76,7 @@ def test_an_output_that_ends_early_reads_alike_at_any_cut(
     assert syntax.finish_reason("length", model.reader(syntax, ids)) == "length"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.lists(st.sampled_from(PIECES), max_size=40).map("".join), cuts=steps)
 def test_any_text_at_all_reads_alike_at_any_cut(model: Model, text: str, cuts: list[int]) -> None:
     syntax = usual_syntax(model)
@@ -93,7 +93,7 @@ def test_text_that_is_no_call_stays_content(model: Model) -> None:
 def test_whatever_the_model_it_can_only_write_calls(model: Model, choice: Any) -> None:
     syntax = model.syntax(model.closed, choice)
     ended = 0
-    for seed in range(15):
+    for seed in range(25):
         ids, whole = random_output(model, syntax, seed)
         deltas = read(syntax, ids, [1 + seed % 7])
         assert deltas == read(syntax, ids)

@@ -89,7 +89,7 @@ LITERALS = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(value=LITERALS, other=LITERALS, cuts=steps)
 def test_whatever_python_writes_is_read_back_at_any_cut(model: Model, value: Any, other: Any, cuts: list[int]) -> None:
     syntax = syntax_of(model, {"type": "object"})
@@ -101,7 +101,7 @@ def test_whatever_python_writes_is_read_back_at_any_cut(model: Model, value: Any
 PIECES = [*"()[]{},=:'\"\\ \n1x", "f(", "None", "<|tool_call_end|>"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=20), cuts=steps)
 def test_malformed_calls_read_alike_at_any_cut_and_are_kept(model: Model, pieces: list[str], cuts: list[int]) -> None:
     syntax = syntax_of(model, {"type": "object"})

@@ -102,7 +102,7 @@ def test_a_tokenizer_of_transformers_becomes_one_of_ours() -> None:
         CheckpointTokenizer.of_transformers(1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=words, special=st.booleans())
 def test_ids_and_texts_equal_transformers(pair: tuple[CheckpointTokenizer, Any], text: str, special: bool) -> None:
     ours, theirs = pair
@@ -113,7 +113,7 @@ def test_ids_and_texts_equal_transformers(pair: tuple[CheckpointTokenizer, Any],
     assert "".join(map(detokenizer.push, ids)) + detokenizer.flush() == theirs.decode(ids, skip_special_tokens=True)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(chat=chats, tools=tools, prompt=st.booleans(), thinking=st.none() | st.booleans())
 def test_rendered_chats_equal_transformers(
     pair: tuple[CheckpointTokenizer, Any], chat: list[Any], tools: Any, prompt: bool, thinking: bool | None
@@ -134,7 +134,7 @@ def test_rendered_chats_equal_transformers(
         assert rendered == text and ids == theirs.encode(text, add_special_tokens=False)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(last=words.filter(str.strip))
 def test_a_message_that_goes_on_equals_transformers(pair: tuple[CheckpointTokenizer, Any], last: str) -> None:
     ours, theirs = pair
@@ -146,7 +146,7 @@ def test_a_message_that_goes_on_equals_transformers(pair: tuple[CheckpointTokeni
     assert ours.render_chat(parts, **options) == text
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(before=words, after=words, where=st.sampled_from(["user", "system", "tool", "schema", "kwargs"]), data=st.data())
 def test_control_tokens_in_messages_are_plain_text(
     pair: tuple[CheckpointTokenizer, Any], before: str, after: str, where: str, data: st.DataObject

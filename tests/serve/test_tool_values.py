@@ -213,7 +213,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=30), cuts=steps)
 def test_malformed_parameters_read_alike_at_any_cut_and_are_kept(
     model: Model, pieces: list[str], cuts: list[int]
