@@ -17,6 +17,8 @@ JSON = b"application/json"
 STATUS_LINES = {each.value: b"HTTP/1.1 %d %b\r\n" % (each.value, each.phrase.encode()) for each in HTTPStatus}
 _GIVEN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _JSON_TYPE = re.compile(r"application/(?:[\w.-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
+_LARGE = 1 << 20
+"""Bytes of an answer that take a while to copy."""
 
 
 class Client(Protocol):
@@ -174,7 +176,11 @@ class Call:
 
     def _end(self, pieces: list[bytes]) -> None:
         self.require_client()
-        if pieces:  # some event loops do not take an empty list
-            self.connection.transport.writelines(pieces)
+        transport = self.connection.transport
+        if sum(map(len, pieces)) > _LARGE:
+            for piece in pieces:
+                transport.write(memoryview(piece))  # of lists and of bytes, asyncio makes two copies more
+        elif pieces:  # some event loops do not take an empty list
+            transport.writelines(pieces)
         self.is_over = True
         self.connection.end_answer(self)
