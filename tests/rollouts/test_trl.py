@@ -17,6 +17,10 @@ COMMON: dict[str, Any] = {
     "model_init_kwargs": {"dtype": "float32"},
 }  # fmt: skip
 
+ROUNDING = 3e-5
+"""Both compute in float32, each with its own order of sums: of the same texts, transformers' log-probabilities and ours
+are up to 1.2e-5 and 0.7e-5 off those in float64."""
+
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
     return [float(text.count("e")) - 0.1 * len(text) for text in completions]
@@ -63,7 +67,7 @@ def test_trainers_see_their_own_probabilities(
     name = "sampling/sampling_logp_difference/max"
     differences = [line[name] for line in trainer.state.log_history if name in line]
     assert trainer.state.global_step == 4 and len(differences) == 4 * (kind == "GRPO")
-    assert max(differences, default=0) < 1e-5
+    assert max(differences, default=0) < ROUNDING
     assert len({str(one) for one in sums}) == 4, "weights move"
 
 
@@ -81,7 +85,7 @@ def test_of_a_policy_with_an_adapter_that_alone_is_sent(
     monkeypatch.setitem(globals(), "COMMON", {**common, "learning_rate": 3e-2})
     trainer, sums = train("GRPO", tmp_path, monkeypatch, given, **options)
     name = "sampling/sampling_logp_difference/max"
-    assert max(line[name] for line in trainer.state.log_history if name in line) < 3e-5
+    assert max(line[name] for line in trainer.state.log_history if name in line) < ROUNDING
     adapters = [one.pop("adapters") for one in sums]
     assert [list(one) for one in adapters] == [[f"policy@{number + 1}"] for number in range(len(sums))]
     assert len({one.digest for each in adapters for one in each.values()}) >= 4, "the policy moves"
