@@ -11,7 +11,7 @@ MODEL = "demo"
 def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [f"Story {number}: once upon a time" for number in range(8)]
-    with LLM(MODEL, data_parallel_size=2) as llm:  # with a single GPU: share_gpus=True
+    with LLM(MODEL, data_parallel_size=2) as llm:  # on one GPU: share_gpus=True, num_kvcache_blocks=64
         for request_id in [llm.add_request(prompt, params) for prompt in prompts]:
             print("queued:", request_id)
         texts: dict[int, list[int]] = {}

@@ -3,7 +3,15 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.errors import OutOfMemory, QueueFull, ReplicaError, StepTimeout, WeightsIncomplete, WorkerError
+from nanovllm.errors import (
+    EngineAsleep,
+    OutOfMemory,
+    QueueFull,
+    ReplicaError,
+    StepTimeout,
+    WeightsIncomplete,
+    WorkerError,
+)
 from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.version import __version__
 
@@ -19,6 +27,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EngineAsleep",
     "LoRARequest",
     "Logprob",
     "OutOfMemory",

@@ -82,7 +82,7 @@ class LLM(Embedding, Adapters):
 
     @property
     def config(self) -> EngineConfig:
-        """The options, with everything that was left open settled."""
+        """The options, with what was left open settled; sizes that were measured are in engine_info()."""
         return self.engine.config
 
     @property

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from programs import load
 
-from nanovllm import LLM, outputs
+import nanovllm
+from nanovllm import LLM, errors, outputs
 from nanovllm.cli.serve import SERVER_FIXED
 from nanovllm.config import OPTIMISATIONS, EngineConfig
 from nanovllm.sampling_params import SamplingParams
@@ -109,6 +110,12 @@ def test_every_field_of_the_outputs_is_named() -> None:
         said = {name for name in names(row[1]) if name.isidentifier()}
         assert own <= said, kind
         assert all(name in own or isinstance(getattr(kind, name, None), property) for name in said), kind
+
+
+def test_every_error_of_an_engine_is_named_and_exported() -> None:
+    [said] = re.findall(r"it raises (.*?)\n- ", (ROOT / "docs" / "library.md").read_text("utf-8"), re.DOTALL)
+    own = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, RuntimeError)}
+    assert {name.removeprefix("nanovllm.") for name in names(said)} == own <= {*nanovllm.__all__}
 
 
 def commands(page: Path, program: str) -> list[list[str]]:

@@ -25,10 +25,12 @@ class ApiError(Exception):
         self.type = "rate_limit_error" if status == 429 else kind
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Names a field of `names` as the request does: by the path of what it has in its place."""
-        if self.param is not None and (own := names.get(self.param)) is not None:
-            if self.message.startswith(self.param):
-                self.message = own + self.message.removeprefix(self.param)
+        """Names a field of `names` as the request does: by the path of what it has in its place. A field that is
+        refused by its name is the request's own."""
+        param = self.param or ""
+        if self.code != "unsupported_field" and (own := names.get(param)) is not None:
+            if self.message.startswith(param):
+                self.message = own + self.message.removeprefix(param)
             self.param = own.partition(".")[0]
 
     def body(self) -> bytes:

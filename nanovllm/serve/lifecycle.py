@@ -206,6 +206,8 @@ class _Life:
 
     def _log_ready(self) -> None:
         model, options = self._front.model, self._options
+        if facts := self._engines.ready[0].facts:
+            logger.info("attention backend: %s (%s)", facts["attention_backend"], facts["attention_backend_reason"])
         if model.defaults:
             logger.info("sampling defaults of the model: %s", model.defaults)
         local = options.uds is not None or options.host in ("127.0.0.1", "localhost", "::1")

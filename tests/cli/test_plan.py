@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from nanovllm.cli.main import main
 from nanovllm.config import EngineConfig
 from nanovllm.executor.resolve import settle
 from nanovllm.kernels.plan.device import Device
+from nanovllm.models.published import PUBLISHED_SHAPES
 from nanovllm.models.registry import read_model_config
 from nanovllm.runner.footprint import GPUS, Footprint, Gpu, check_room, footprint_of, weight_bytes
 from nanovllm.runner.model_runner import ModelRunner
@@ -238,3 +240,25 @@ def test_the_page_says_how_many_users_fit_as_the_command_does(capsys: pytest.Cap
                 printed = capsys.readouterr().out
                 said.append(str(json.loads(printed)["plans"][0]["users"]["8000"]) if fits else "–")
             assert ", ".join(said) == cell, (model, gpu)
+
+
+def test_the_recipes_say_how_many_users_fit_as_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/recipes.md; some of its models are no shapes that are known by name."""
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    rows = page[page.index("| model | in 16 bits, H200") :].split("\n\n")[0].splitlines()[2:]
+    wrong, count = [], 0
+    for row in rows:
+        names, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        model = names.partition(",")[0].replace(" ", "-")
+        for gpu, cell in zip(("H200", "H100"), cells, strict=True):
+            said = re.search(r"(\d) GPUs?\b.*: (\d+), (\d+)$", cell)
+            if said is None or model not in PUBLISHED_SHAPES:
+                continue
+            is_fp8 = "in FP8" in cell or (gpu == "H100" and not re.search("16 bits|MXFP4", cell))
+            options = ["--gpu", gpu, "-tp", said[1], *(("--quantization", "fp8") if is_fp8 else ())]
+            [found] = plan(capsys, model, *options, "--length", "8000", "32000")["plans"]
+            users = [str(found["users"][length]) for length in ("8000", "32000")]
+            count += 1
+            if users != [said[2], said[3]]:
+                wrong.append((model, gpu, users))
+    assert count >= 18 and not wrong

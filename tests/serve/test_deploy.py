@@ -63,6 +63,15 @@ def test_metrics_of_the_board_are_there(client: httpx.Client) -> None:
     assert asked and set(asked) - {"vllm:admission_rejections_total"} <= served, sorted(set(asked) - served)
 
 
+def test_the_unit_can_write_weights_and_kernels() -> None:
+    """Its user has no home folder, and the rest of the system is read-only to it."""
+    unit = (DEPLOY / "nanovllm.service").read_text()
+    folder = f"/var/cache/{re.findall(r'^CacheDirectory=(.*)', unit, re.MULTILINE)[0]}"
+    settings = " ".join(re.findall(r"^Environment=(.*)", unit, re.MULTILINE)).split()
+    places = dict(setting.split("=") for setting in settings)
+    assert all(places[name].startswith(folder) for name in ("HF_HOME", "TRITON_CACHE_DIR"))
+
+
 def test_copied_files_exist() -> None:
     docker = (DEPLOY / "Dockerfile").read_text()
     sources = [name for line in re.findall(r"^COPY (?!--)(.*)", docker, re.MULTILINE) for name in line.split()[:-1]]

@@ -264,6 +264,8 @@ NO_SCHEMA = {"type": "json_schema", "schema": {"type": 5}}
         (RESPONSES, {"input": "a", "reasoning": {"effort": 5}}, "reasoning.effort=5"),
         ("/v1/responses/input_tokens", {"input": "a", "reasoning": {"effort": 5}}, "reasoning.effort=5"),
         (MESSAGES, {"output_config": {"format": NO_SCHEMA}}, "output_config.format"),
+        (RESPONSES, {"input": "a", "response_format": NO_SCHEMA}, "response_format: not supported; use text.format"),
+        (MESSAGES, {"response_format": NO_SCHEMA}, "response_format: not supported; use output_config.format"),
         (CHAT, {"messages": user("a"), **with_schema({"type": 5})}, "response_format"),
         (CHAT, {"messages": user("a"), "structured_outputs": {"regex": "("}}, "structured_outputs"),
     ],
@@ -273,4 +275,4 @@ def test_errors_name_what_the_request_has(served: httpx.Client, path: str, body:
     more = {"messages": user("a"), "max_tokens": 2} if path == MESSAGES else {}
     error = served.post(path, json=body | more).json()["error"]
     assert error["message"].startswith(name), error
-    assert path == MESSAGES or error["param"] == name.partition(".")[0]
+    assert path == MESSAGES or error["param"] == name.partition(":")[0].partition(".")[0]

@@ -48,6 +48,7 @@ def test_start(tmp_path: Path) -> None:
         assert "loading weights" in said and any("importing" in line for line in said)
         [ready] = [line for line in said if line.startswith("ready: ")]
         assert "context 2048 tokens" in ready and server.url in ready
+        assert "attention backend: torch (the fastest on cpu)" in said
         front = Path(f"/proc/{server.process.pid}")
         memory = int((front / "status").read_text().split("VmRSS:")[1].split()[0])
         assert memory < 120_000, "the front's memory in KiB"
@@ -66,7 +67,8 @@ def test_bar_on_a_terminal(tmp_path: Path) -> None:
     os.close(ours)
     assert b"loading weights" in shown and "█".encode() in shown
     assert shown.rindex(b"answers; the model is loading") < shown.rindex(b"% ") < shown.rindex(b" ready: ")
-    assert not shown[shown.rindex(b"% ") : shown.rindex(b" ready: ")].rpartition(b"\r")[0].rpartition(b"\r")[2].strip()
+    last = shown[shown.rindex(b"% ") : shown.rindex(b" attention backend: ")]
+    assert not last.rpartition(b"\r")[0].rpartition(b"\r")[2].strip()
 
 
 def test_front_imports_no_large_libraries() -> None:
