@@ -123,6 +123,10 @@ def test_truncated_prompts(client: httpx.Client) -> None:
     for keep, length in ((3, 3), (-1, 2047)):
         answer = client.post(COMPLETIONS, json=body | {"truncate_prompt_tokens": keep})
         assert answer.json()["usage"]["prompt_tokens"] == length
+    scored = client.post(COMPLETIONS, json=body | {"truncate_prompt_tokens": -1, "max_tokens": 0, "echo": True})
+    assert scored.json()["usage"]["prompt_tokens"] == 2048
+    refused = client.post(COMPLETIONS, json=body | {"truncate_prompt_tokens": 0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 def test_tokens_as_ids(served: httpx.Client) -> None:
