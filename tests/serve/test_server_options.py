@@ -14,6 +14,7 @@ from front import InProcess, ready_front
 from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, events, ready_server, user
 from system import wait_for
 
+from nanovllm.engine.engine_state import LoadedAdapter
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.served_model import ServedModel
@@ -56,6 +57,16 @@ def test_a_name_that_stands_for_all() -> None:
         assert model.names == (first,)
         with nullcontext() if known else pytest.raises(ApiError, match="does not exist"):
             model.check_name("claude-haiku-4-5-20251001")
+
+
+def test_an_adapter_that_goes_while_a_request_is_read_leaves_it_no_other_model() -> None:
+    loaded = {"mine": LoadedAdapter("digest", "/mine")}
+    model = ServedModel("folder", ServeOptions(served_model_name=("a",)), lambda: loaded)
+    model.check_name("mine")
+    assert [model.adapter_of(name) for name in ("mine", "a", None)] == ["digest", None, None]
+    loaded.clear()
+    with pytest.raises(ApiError, match="does not exist"):
+        model.adapter_of("mine")
 
 
 def test_paths_below_a_prefix(configured: InProcess, client: httpx.Client) -> None:
