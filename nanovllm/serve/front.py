@@ -112,6 +112,9 @@ class Front:
         try:
             with errors.refusing():
                 return await self.engines.call(name, **options)
+        except ApiError as error:
+            error.rename({"version": "weight_version"})
+            raise
         except ReplicaError:
             raise errors.engine_dead() from None
         except InternalError:
