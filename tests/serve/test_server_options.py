@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -15,6 +16,7 @@ from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, events, ready_server
 from system import wait_for
 
 from nanovllm.engine.engine_state import LoadedAdapter
+from nanovllm.serve.api import completions, generate
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.served_model import ServedModel
@@ -104,6 +106,17 @@ def test_defaults_of_the_server(client: httpx.Client) -> None:
     body = {"messages": ASK["messages"]}
     texts = {client.post(CHAT, json=body).json()["choices"][0]["message"]["content"] for _ in range(3)}
     assert texts == {"The capital of"}
+
+
+def test_the_models_defaults_are_not_a_trainers() -> None:
+    """Who trains counts on the distribution that was asked for."""
+    model, call = ServedModel("folder", ServeOptions()), Mock(notes=[])
+    model.tokenizer = Mock(longest_token=9)
+    model.info, model.defaults = {"max_model_len": 64, "vocab_size": 1024}, {"top_k": 20, "repetition_penalty": 1.1}
+    params = {"temperature": 0.7, "max_tokens": 2}
+    chosen = completions.prepare(model, call, params | {"prompt": [5, 6]}).params
+    assert chosen == {"top_k": 20, "repetition_penalty": 1.1, **params}
+    assert generate.prepare(model, call, {"token_ids": [5, 6], "sampling_params": params}).params == params
 
 
 def test_token_ids_alone_without_a_tokenizer(tmp_path: Path) -> None:
