@@ -227,7 +227,6 @@ class FleetRequests:
         """Takes in results of an engine. A loop over all rows of a step: kept lean."""
         if step.stats is not None:
             self._stats.take(number, step.stats, step.computed)
-            step.stats = self.stats()
         if self._keeps_tokens:
             known = self._rows
             for row, token in zip(step.rows, step.tokens, strict=True):

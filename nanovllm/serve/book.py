@@ -100,8 +100,6 @@ class Book:
             self._metrics.inter_token.observe(now - gap, count)
         for done in step.done:
             self._end_prompt(done, now)
-        if step.stats is not None:
-            self._metrics.engine = step.stats
 
     def _finish(self, end: Finish, now: float) -> None:
         row = self._rows.get(end.row)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine_stats import EngineStats
 from nanovllm.engine.step import Step
 from nanovllm.host import wire
 from nanovllm.host.engines import Engines
@@ -98,6 +99,11 @@ class Driver:
     def state(self) -> EngineState:
         """State of the engines that calls change."""
         return EngineState() if self.fleet is None else self.fleet.state
+
+    @property
+    def stats(self) -> EngineStats:
+        """Gauges and counters of the engines."""
+        return EngineStats() if self.fleet is None else self.fleet.requests.stats()
 
     def close(self) -> None:
         """Lets the engines go: they end in order."""

@@ -39,7 +39,7 @@ class Front:
         """`path`: of the model, as the command names it. `on_progress`: gets stage and percent of the start."""
         self.options = options
         self.model = model = ServedModel(path, options, lambda: self.engines.state.adapters)
-        self.metrics = metrics = Metrics(model.public_name, lambda: self.engines.state)
+        self.metrics = metrics = Metrics(model.public_name, lambda: self.engines.state, lambda: self.engines.stats)
         self.pool = TextPool(metrics, len(options.api_keys))
         self.book = Book(metrics, self.pool, lambda request_id: self.engines.abort(request_id))
         self.admission = Admission(model, self.book, self.pool, metrics)
@@ -112,6 +112,9 @@ class Front:
         try:
             with errors.refusing():
                 return await self.engines.call(name, **options)
+        except ApiError as error:
+            error.rename({"version": "weight_version"})
+            raise
         except ReplicaError:
             raise errors.engine_dead() from None
         except InternalError:

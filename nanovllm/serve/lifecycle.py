@@ -232,7 +232,9 @@ class _Life:
         front.admission.become("draining")
         if count := len(front.book.requests):
             logger.info("shutting down: %d requests get %.0f s to finish (a second signal ends them)", count, patience)
-        while (front.book.requests or self._http.has_unsent) and front.now() < end and self._num_signals < 2:
+        while front.now() < end and self._num_signals < 2:
+            if not (front.book.requests or front.pool.requests.total() or self._http.has_unsent):
+                break
             await asyncio.sleep(_POLL_SECONDS)
         front.fail(errors.shutting_down())
         await self._http.finish()

@@ -78,9 +78,12 @@ _HISTOGRAMS: dict[str, Sequence[float]] = {
 class Metrics:
     """Counters and histograms since the start."""
 
-    def __init__(self, model_name: str = "", state: Callable[[], EngineState] = EngineState) -> None:
-        """`state`: of the engines, now."""
-        self._state = state
+    def __init__(
+        self, model_name: str = "", state: Callable[[], EngineState] = EngineState,
+        stats: Callable[[], EngineStats] = EngineStats,
+    ) -> None:  # fmt: skip
+        """`state`, `stats`: of the engines, now."""
+        self._state, self.stats = state, stats
         self._labels = {"model_name": model_name, "engine": "0"}
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
         self.first_token = self._histograms["time_to_first_token_seconds"]
@@ -91,8 +94,6 @@ class Metrics:
         self.rejected: Counter[str] = Counter(queue_full=0, key_full=0, loading=0, draining=0)
         self.http: Counter[tuple[str, str, str]] = Counter()
         self.http_seconds: dict[str, Histogram] = {}
-        self.engine = EngineStats()
-        """The engine's latest gauges and counters."""
         self.info: dict[str, Any] = {}
         """Description of the engine, once it is ready."""
 
@@ -138,7 +139,7 @@ class Metrics:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        engine = self.engine
+        engine = self.stats()
         steps = self._histograms["iteration_tokens_total"]
         steps.counts, steps.sum = [*engine.iteration_tokens] or steps.counts, engine.iteration_tokens_sum
         gauges = {

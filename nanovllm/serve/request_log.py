@@ -59,7 +59,7 @@ class RequestLog:
         seconds = self._loop.time() - then
         if seconds < 10:
             return
-        stats = self._metrics.engine
+        stats = self._metrics.stats()
         if seconds < 20:  # else there was no work in between
             logger.info(
                 "%d running, %d waiting, KV cache %.1f %%, %.1f prompt tok/s, %.1f output tok/s",

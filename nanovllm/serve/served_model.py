@@ -81,13 +81,17 @@ class ServedModel:
         return tuple(dict.fromkeys((*self.names, *self.adapters())))
 
     def adapter_of(self, name: str | None) -> str | None:
-        """Digest of the adapter that a request asks for as its model."""
-        found = self.adapters().get(name or "")
+        """Digest of the adapter that a request asks for as its model. Raises ApiError as `check_name`: it may have been
+        removed since the name was checked."""
+        found = self.check_name(name)
         return None if found is None else found.digest
 
-    def check_name(self, name: Any) -> None:
-        """Raises ApiError (404) where a request asks for another model."""
-        if name is not None and name not in self.all_names and ANY_NAME not in self.options.served_model_name:
+    def check_name(self, name: Any) -> LoadedAdapter | None:
+        """The adapter that a request asks for, if it does. Raises ApiError (404) where it asks for another model."""
+        found = self.adapters().get(name or "")
+        known = found is not None or name is None or name in self.names
+        if not known and ANY_NAME not in self.options.served_model_name:
             shown = str(name)[:200]
             text = f"The model `{shown}` does not exist; this server has `{self.name}`"
             raise ApiError(404, text, "model_not_found", "model")
+        return found

@@ -95,10 +95,10 @@ def test_accepted_drafts_count_by_place() -> None:
 
 
 def test_metrics_of_drafts_have_vllms_names() -> None:
-    metrics = Metrics("model")
-    assert "spec_decode" not in metrics.text().decode()
+    assert "spec_decode" not in Metrics("model").text().decode()
     counts = {"spec_decode_num_drafts": 5, "spec_decode_num_draft_tokens": 10, "spec_decode_num_accepted_tokens": 7}
-    metrics.engine = EngineStats(**counts, spec_decode_accepted_per_pos=(4, 3))  # type: ignore[arg-type]
+    stats = EngineStats(**counts, spec_decode_accepted_per_pos=(4, 3))  # type: ignore[arg-type]
+    metrics = Metrics("model", stats=lambda: stats)
     found = {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
     assert {name: found[f"vllm:{name}"].samples[0].value for name in counts} == counts
     by_place = found["vllm:spec_decode_num_accepted_tokens_per_pos"].samples

@@ -293,6 +293,7 @@ def test_what_the_server_says_of_itself(admin: httpx.Client) -> None:
         ("/update_weights", {"update_info": {}, "in_flight": "keep"}, "in_flight"),
         ("/update_weights", {"update_info": {}, "weight_version": 2}, "weight_version"),
         ("/update_weights", {"update_info": {}, "weight_dir": "x"}, "update_info"),
+        ("/update_weights", {"weight_dir": str(DEMO), "weight_version": 0}, "weight_version"),
         ("/init_weight_transfer_engine", {"init_info": []}, "init_info"),
         ("/init_weight_transfer_engine", {"init_info": {"pigeon": 1}}, "world_size"),
         ("/init_weight_transfer_engine", {}, "init_info"), ("/weight_checker", {"action": "compare"}, "baseline"),

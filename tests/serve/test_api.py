@@ -118,13 +118,6 @@ def test_tokenize(client: httpx.Client) -> None:
     assert (error["param"], error["message"][:9]) == ("tools", "tools[0]:")
 
 
-def test_truncated_prompts(client: httpx.Client) -> None:
-    body = {"prompt": [5, 6, 7, 8, 9] * 1000, "max_tokens": 1}
-    for keep, length in ((3, 3), (-1, 2047)):
-        answer = client.post(COMPLETIONS, json=body | {"truncate_prompt_tokens": keep})
-        assert answer.json()["usage"]["prompt_tokens"] == length
-
-
 def test_tokens_as_ids(served: httpx.Client) -> None:
     body = {"prompt": "3 + 4 =", "max_tokens": 2, "logprobs": 1, "temperature": 0, "return_token_ids": True}
     choice = served.post(COMPLETIONS, json=body | {"return_tokens_as_token_ids": True}).json()["choices"][0]
@@ -394,5 +387,3 @@ def test_log(front: InProcess, client: httpx.Client) -> None:
     [line] = wait_for(lambda: [line for line in front.log.splitlines() if identity in line], "the request's line")
     assert "2 out" in line and "length" in line
     assert secret not in front.log
-
-

@@ -276,3 +276,17 @@ def test_errors_name_what_the_request_has(served: httpx.Client, path: str, body:
     error = served.post(path, json=body | more).json()["error"]
     assert error["message"].startswith(name), error
     assert path == MESSAGES or error["param"] == name.partition(":")[0].partition(".")[0]
+
+
+def test_truncated_prompts(client: httpx.Client) -> None:
+    body = {"prompt": [5, 6, 7, 8, 9] * 1000, "max_tokens": 1}
+    for keep, asked, length in ((3, 1, 3), (-1, 1, 2047), (-1, 48, 2000), (-1, 1 << 20, 1024), (-1, 0, 2048)):
+        more = {"truncate_prompt_tokens": keep, "max_tokens": asked, "echo": not asked}
+        answer = client.post(COMPLETIONS, json=body | more)
+        assert answer.json()["usage"]["prompt_tokens"] == length
+    fitting = body | {"prompt": [5] * 2047, "max_tokens": 48, "truncate_prompt_tokens": -1}
+    assert client.post(COMPLETIONS, json=fitting).json()["usage"]["prompt_tokens"] == 2047
+    usage = client.post(RESPONSES, json={"input": "a " * 5000, "truncation": "auto"}).json()["usage"]
+    assert usage["input_tokens"] == 1536 and usage["output_tokens"] > 1
+    refused = client.post(COMPLETIONS, json=body | {"truncate_prompt_tokens": 0})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "truncate_prompt_tokens"

@@ -1,22 +1,30 @@
 """A server's life from its start to its exit code: clients that leave, overload, drain, deaths; nothing is left."""
 
+import asyncio
 import fcntl
 import os
 import re
 import signal
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import pytest
 from front import ready_front
 from serving import CHAT, COMPLETIONS, LONG, SOON_SILENT, Server, Stream, message, read_until, ready_server, user
 from system import alive, cpu_seconds, wait_for
+
+from nanovllm.serve.lifecycle import _Life
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.text_pool import TextPool
 
 ENDED = "vllm:request_success_total"
 
@@ -160,6 +168,24 @@ def test_silent_streams_get_comments_and_sigterm_drains(tmp_path: Path) -> None:
         assert stream.last(200)["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(60) == 0
         wait_for(lambda: not alive(processes), "end of all processes")
+
+
+def test_an_answer_that_is_being_written_when_the_server_ends_is_sent() -> None:
+    """A large one takes seconds, in which its request is no longer in the book."""
+
+    async def end() -> None:
+        life, pool, is_written = _Life("", ServeOptions(), Mock(), Mock(), 0.0), TextPool(Metrics()), threading.Event()
+        life._front = Mock(now=time.monotonic, book=Mock(requests={}), pool=pool)
+        life._http = Mock(has_unsent=False, finish=AsyncMock())
+        writing = asyncio.create_task(pool.in_thread(Mock(key=None), partial(is_written.wait, 5), 1))
+        await asyncio.sleep(0)
+        ending = asyncio.create_task(life._drain())
+        await asyncio.sleep(0.1)
+        assert not ending.done()
+        is_written.set()
+        assert await writing and await asyncio.wait_for(ending, 20) == 0
+
+    asyncio.run(end())
 
 
 def test_shutdown_does_not_wait_for_ever(tmp_path: Path) -> None:

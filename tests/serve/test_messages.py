@@ -219,6 +219,7 @@ def test_why_a_message_ended() -> None:
     for reason, stop, calls, expected in (
         ("stop", None, False, ("end_turn", None)), ("stop", "END", False, ("stop_sequence", "END")),
         ("stop", None, True, ("tool_use", None)), ("length", None, True, ("max_tokens", None)),
+        ("abort", None, False, ("max_tokens", None)),
     ):  # fmt: skip
         found = whole_message(reason, stop, calls)
         assert (found["stop_reason"], found["stop_sequence"]) == expected

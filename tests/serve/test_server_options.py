@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -14,6 +15,8 @@ from front import InProcess, ready_front
 from serving import ASK, CHAT, COMPLETIONS, DEMO, GENERATE, events, ready_server, user
 from system import wait_for
 
+from nanovllm.engine.engine_state import LoadedAdapter
+from nanovllm.serve.api import completions, generate
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.served_model import ServedModel
@@ -58,6 +61,16 @@ def test_a_name_that_stands_for_all() -> None:
             model.check_name("claude-haiku-4-5-20251001")
 
 
+def test_an_adapter_that_goes_while_a_request_is_read_leaves_it_no_other_model() -> None:
+    loaded = {"mine": LoadedAdapter("digest", "/mine")}
+    model = ServedModel("folder", ServeOptions(served_model_name=("a",)), lambda: loaded)
+    model.check_name("mine")
+    assert [model.adapter_of(name) for name in ("mine", "a", None)] == ["digest", None, None]
+    loaded.clear()
+    with pytest.raises(ApiError, match="does not exist"):
+        model.adapter_of("mine")
+
+
 def test_paths_below_a_prefix(configured: InProcess, client: httpx.Client) -> None:
     """--root-path: as a proxy sends them that strips its prefix, and as one that does not."""
     for path in ("/v1/models", "/v1/models/owner/b", "/"):
@@ -93,6 +106,17 @@ def test_defaults_of_the_server(client: httpx.Client) -> None:
     body = {"messages": ASK["messages"]}
     texts = {client.post(CHAT, json=body).json()["choices"][0]["message"]["content"] for _ in range(3)}
     assert texts == {"The capital of"}
+
+
+def test_the_models_defaults_are_not_a_trainers() -> None:
+    """Who trains counts on the distribution that was asked for."""
+    model, call = ServedModel("folder", ServeOptions()), Mock(notes=[])
+    model.tokenizer = Mock(longest_token=9)
+    model.info, model.defaults = {"max_model_len": 64, "vocab_size": 1024}, {"top_k": 20, "repetition_penalty": 1.1}
+    params = {"temperature": 0.7, "max_tokens": 2}
+    chosen = completions.prepare(model, call, params | {"prompt": [5, 6]}).params
+    assert chosen == {"top_k": 20, "repetition_penalty": 1.1, **params}
+    assert generate.prepare(model, call, {"token_ids": [5, 6], "sampling_params": params}).params == params
 
 
 def test_token_ids_alone_without_a_tokenizer(tmp_path: Path) -> None:

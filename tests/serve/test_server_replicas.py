@@ -1,14 +1,17 @@
 """A server over two replicas, which it holds itself: one that is killed or stands still loses no request, and calls
 reach both."""
 
+import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
-from serving import CHAT, LONG, SOON_SILENT, ready_server
+from front import ready_front
+from serving import CHAT, LONG, OPENING, SOON_SILENT, ready_server
 from system import wait_for
 
 KEY = {"authorization": "Bearer admin"}
@@ -41,3 +44,17 @@ def test_two_replicas(number: int, reason: str, tmp_path: Path) -> None:
         assert httpx.post(f"{server.url}/resume", headers=KEY, timeout=60).json() == {"status": "resumed"}
         assert text(server.url, 0) == expected[0]
         assert server.stop() == 0
+
+
+def test_requests_that_wait_for_a_replica_are_counted_until_they_leave() -> None:
+    """Also while no replica says anything of itself."""
+    body = json.dumps(LONG).encode()
+    with ready_front("--data-parallel-size", "2", "--max-num-seqs", "1") as front, ExitStack() as clients:
+        for _ in range(8):  # each replica takes 3
+            client = clients.enter_context(front.connect())
+            client.sendall(OPENING + b"content-length: %d\r\n\r\n" % len(body) + body)
+        wait_for(lambda: front.num_running() == 8, "requests")
+        assert front.metric("vllm:num_requests_waiting") == 2
+        clients.close()
+        wait_for(lambda: not front.num_running(), "end")
+        assert front.metric("vllm:num_requests_waiting") == 0

@@ -81,6 +81,9 @@ def test_forms_of_the_input_and_the_answer(client: httpx.Client, vectors: np.nda
     whole = {"input": "Rome " * 5000, "truncate_prompt_tokens": len(ids)}
     assert client.post(EMBEDDINGS, json=whole).json()["usage"]["prompt_tokens"] == len(ids)
     assert len(rows(client.post(EMBEDDINGS, json={"input": ["x"] * 300}))) == 300
+    longest = {"input": [5, 6] * 1024}
+    exact = rows(client.post(EMBEDDINGS, json=longest | {"truncate_prompt_tokens": -1}))
+    np.testing.assert_allclose(exact, rows(client.post(EMBEDDINGS, json=longest)), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +97,7 @@ def test_forms_of_the_input_and_the_answer(client: httpx.Client, vectors: np.nda
         ({"input": ["x"] * 2049}, "input", "2049 texts, must be at most 2048"),
         ({"input": "x", "dimensions": 193}, "dimensions", "dimensions=193: must be in 1..192"),
         ({"input": "x", "dimensions": 0}, "dimensions", "must be int >= 1"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1 or >= 1"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "one of 'float', 'base64'"),
         ({"input": "x", "prompt_name": "title"}, "prompt_name", "prompts: 'query', 'document'"),
     ],

@@ -76,7 +76,11 @@ def fit(
     chat."""
     limit = model.info["max_model_len"]
     if (keep := fields.truncate_prompt_tokens) is not None:
-        token_ids = token_ids[-(limit - 1 if keep == -1 else max(1, keep)) :]
+        if keep == 0:
+            raise bad_request("truncate_prompt_tokens=0: must be -1 or >= 1")
+        if keep == -1 and len(token_ids) + (asked != 0) > limit:  # an answer of one token would help nobody
+            keep = limit - (limit // 4 if asked is None else min(asked, limit // 2))
+        token_ids = token_ids[-keep:] if keep > 0 else token_ids
     if not token_ids:
         raise bad_request("the prompt is empty", name)
     if len(token_ids) + (asked != 0) > limit:

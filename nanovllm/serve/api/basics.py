@@ -40,7 +40,7 @@ async def version(front: Front, call: Call) -> None:
 
 
 async def load(front: Front, call: Call) -> None:
-    stats = front.metrics.engine
+    stats = front.engines.stats
     counts = {"running": stats.num_running, "waiting": stats.num_waiting, "kv_cache_usage": stats.kv_cache_usage}
     await call.respond_json({"server_load": front.book.num_rows, **counts})
 

@@ -81,7 +81,7 @@ def prepare_chat(
     with refusing():
         choice = check_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls, text_grammars)
         wanted = api.structured(fields)
-        params = api.sampling_fields(fields, model, asked, k, wanted)
+        params = api.sampling_fields(fields, model.defaults, asked, k, wanted)
         text, ids = encode(model, call, fields)
         prompt, room = fit(model, ids, fields, model.default_max_tokens if asked is None else asked, k)
         syntax = model.parser.syntax(text, choice, wanted)

@@ -57,7 +57,7 @@ def prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     asked = _DEFAULT_MAX_TOKENS if (most := api.max_tokens(fields)) is None else most
     if asked == 0 and not fields.echo:
         raise bad_request("max_tokens=0: must be >= 1, or come with echo=true")
-    params = api.sampling_fields(fields, model, asked, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, model.defaults, asked, fields.logprobs, api.structured(fields))
     if fields.echo and fields.logprobs is not None:
         params["prompt_logprobs"] = max(fields.logprobs, fields.prompt_logprobs or 0)
     given = _prompts(model, fields)

@@ -15,7 +15,6 @@ from nanovllm.sampling_params import SamplingParams, StructuredOutput
 from nanovllm.serve.api.messages import Messages
 from nanovllm.serve.errors import bad_request, from_value_error, refusing
 from nanovllm.serve.parsers.tools import MAX_TOOLS
-from nanovllm.serve.served_model import ServedModel
 
 _MOST = 2**63 - 1  # of an integer on its way to an engine
 Positive = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -343,15 +342,15 @@ _SAMPLING -= {"max_tokens", "structured_outputs", "cache_salt"}
 
 def sampling_fields(
     fields: CommonFields,
-    model: ServedModel,
+    defaults: Mapping[str, Any],
     asked: int | None,
     logprobs: int | None,
     structured: StructuredOutput | None,
 ) -> dict[str, Any]:
-    """Fields of SamplingParams, those that are given, and the model's defaults for what the request leaves open, but
-    for max_tokens, which each prompt has of its own. `asked`: tokens that are asked for. Raises ApiError (400) as
+    """Fields of SamplingParams, those that are given, and `defaults` for what the request leaves open, but for
+    max_tokens, which each prompt has of its own. `asked`: tokens that are asked for. Raises ApiError (400) as
     SamplingParams does."""
-    found = dict(model.defaults)
+    found = dict(defaults)
     for name in _SAMPLING:
         if (value := getattr(fields, name)) is not None:
             found[name] = value

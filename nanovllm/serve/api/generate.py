@@ -30,7 +30,7 @@ def prepare(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
     prompt, room = fit(
         model, token_ids(model, given.token_ids, "token_ids"), fields, asked, fields.logprobs, "token_ids"
     )
-    params = api.sampling_fields(fields, model, asked, fields.logprobs, api.structured(fields))
+    params = api.sampling_fields(fields, {}, asked, fields.logprobs, api.structured(fields))
     if masked:
         if not SamplingParams(**{name: params[name] for name in _FILTERS if name in params}).filters:
             raise bad_request("sampling_mask: needs top_p, top_k or min_p: all ids are kept")
