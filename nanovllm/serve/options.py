@@ -77,7 +77,7 @@ class ServeOptions:
     tool_call_parser: str = "auto"
     """"auto": chosen by the chat template; "none"; or the name of a parser."""
     reasoning_parser: str = "auto"
-    """"auto": chosen by the chat template; "none"; or the name of a kind, such as "think"."""
+    """"auto": chosen by the chat template; "none"; or a kind: "think" ..."""
     strict_fields: bool = False
     """Refuse requests with unknown fields."""
     otlp_traces_endpoint: str | None = None
