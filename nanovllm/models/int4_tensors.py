@@ -186,4 +186,6 @@ class Int4Reader:
         zeros = _nibbles(by_rows, interleaved=layout == "awq").T.int()
         if not 0 <= zeros.shape[0] - rows < 8:
             raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: must have zeros of {rows} outputs")
-        return (zeros + 1 & 15 if layout == "gptq" else zeros)[:rows].float()
+        zeros = zeros[:rows]
+        is_less_one = layout == "gptq" and not (zeros == ZERO).all()  # some tools write symmetric ones as gptq_v2 does
+        return (zeros + 1 & 15 if is_less_one else zeros).float()

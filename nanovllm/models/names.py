@@ -16,8 +16,8 @@ GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 
-_COMPUTED = ".rotary_emb.inv_freq"
-"""Ends the names of tables that old checkpoints bring."""
+_IDLE = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
+"""Ends of the names of what nothing is computed with: tables of old checkpoints, and scales of FP8 attention."""
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 """Last part of the names that transformers gives the scales of FP8 weights and their inputs -> all others' and ours."""
 
@@ -74,7 +74,7 @@ class CheckpointNames:
 
     def canonical(self, name: str) -> str | None:
         """A name in a checkpoint, without what is stripped; None where it is no weight of ours."""
-        if name.startswith(self.skipped) or name.endswith(_COMPUTED):
+        if name.startswith(self.skipped) or name.endswith(_IDLE):
             return None
         name = name.replace(self.stripped, "") if self.stripped else name
         if name.startswith(self.unused):

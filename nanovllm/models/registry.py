@@ -84,7 +84,8 @@ def parse_config(
     names = wrapped(found.names, wrapper)
     config = ConfigReader({**found.defaults, **defaults, **_text_config(raw)})
     fields = found.read(config, generation)
-    rules = read_quantization(config.get("quantization_config"), quantization, fields.get("moe"))
+    written = config.get("quantization_config", config.get("compression_config"))  # llm-compressor's older name
+    rules = read_quantization(written, quantization, fields.get("moe"))
     if rules:
         fields["layers"] = quantized_layers(fields, settled(rules, fields, names), names)
     config.finish()

@@ -244,6 +244,41 @@ def test_fp8_weights_need_a_configuration_that_says_so(folder: Path) -> None:
         LLM(str(folder), **ROOMY).close()
 
 
+def test_scales_of_keys_and_values_are_left_aside(tmp_path: Path) -> None:
+    """Of every kind of checkpoint, under the names that tools have given them."""
+    of_layer = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "k_proj.k_scale", "v_proj.output_scale")
+    names = [f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in of_layer]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    for kind in ("blocks", "channels", None):
+        folder = save(make_model(seed=3, **SHAPE), tmp_path / f"{kind}")
+        if kind is not None:
+            quantize(folder, CONFIGS[kind])
+            raw = read_json(folder / "config.json")
+            quantization = {**raw["quantization_config"], "kv_cache_scheme": scheme}
+            write_json(folder / "config.json", {**raw, "quantization_config": quantization})
+        sums = []
+        for scale in ({}, {name: torch.tensor(0.5) for name in names}):
+            change_tensors(folder, lambda tensors, more=scale: tensors.update(more))
+            with LLM(str(folder), **ROOMY) as llm:
+                sums.append(llm.checksum())
+        assert sums[0] == sums[1], kind
+
+
+def test_a_configuration_under_its_older_name_is_read(intact: Path) -> None:
+    raw = read_json(intact / "config.json")
+    older = {**raw, "compression_config": compressed("channel"), "quantization_config": None}
+    newer = {**raw, "quantization_config": compressed("channel")}
+    assert parse_config(older) == parse_config(newer)
+
+
+@pytest.mark.parametrize("size", [None, 128])
+def test_a_group_of_modelopt_counts_where_there_are_groups(intact: Path, size: int | None) -> None:
+    raw = read_json(intact / "config.json")
+    plain = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    read = [parse_config({**raw, "quantization_config": one}) for one in (plain, {**plain, "group_size": size})]
+    assert read[0] == read[1]
+
+
 REFUSED = [
     ({**BLOCKS, "fmt": "e5m2"}, "fmt='e5m2': must be one of 'e4m3', 'float8_e4m3fn'"),
     ({**BLOCKS, "scale_fmt": "ue4m3"}, "scale_fmt='ue4m3'"),

@@ -271,6 +271,40 @@ def test_zeros_as_biases_of_layers_that_have_none(folder_of: Callable[[str], Pat
         LLM(str(folder), **ROOMY)
 
 
+def test_symmetric_zeros_of_gptq_are_8_whichever_way_they_are_written(
+    wide: tuple[Path, dict[str, Quantized]], tmp_path: Path
+) -> None:
+    """GPTQModel has written them as gptq_v2 does into checkpoints that say gptq."""
+    folder, matrices = wide
+    made = {path: quantized(matrix.widened(), GROUP, symmetric=True) for path, matrix in matrices.items()}
+    sums = []
+    for layout in ("gptq", "gptq_v2"):
+        packed = save_packed(folder, tmp_path / layout, made, layout, symmetric=True)
+        config = read_json(packed / "config.json")
+        config["quantization_config"]["checkpoint_format"] = "gptq"
+        write_json(packed / "config.json", config)
+        with LLM(str(packed), **ROOMY) as llm:
+            sums.append(llm.checksum())
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq", "gptq, in any order"])
+def test_null_counts_as_absent_and_one_group_has_no_order(folder_of: Callable[[str], Path], layout: str) -> None:
+    group = 0 if "order" in layout else GROUP
+    layout = layout.partition(",")[0]
+    raw, found = read_json(folder_of(layout) / "config.json"), config_of(layout, group)
+    nulls: dict[str, Any] = dict.fromkeys(
+        ("desc_act", "lm_head", "checkpoint_format", "dynamic", "version", "zero_point", "kv_cache_scheme")
+    )
+    if layout == "compressed-tensors":
+        weights = {**found["config_groups"]["group_0"]["weights"], "dynamic": None}
+        nulls["config_groups"] = {"group_0": {**found["config_groups"]["group_0"], "weights": weights}}
+    if not group:
+        nulls["desc_act"] = True
+    read = [parse_config({**raw, "quantization_config": one}) for one in (found, {**found, **nulls})]
+    assert read[0] == read[1]
+
+
 SPOILT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {
     "no zeros": ("qzeros", lambda t: None, r"missing weight: model.layers.0.mlp.up_proj.weight_zero_point"),
     "order": ("g_idx", lambda t: t.flip(0), r"up_proj.g_idx' puts column 0 into group 2: must be 0"),
