@@ -314,6 +314,23 @@ def test_index_that_is_none(folder: Path, text: str) -> None:
     expect_refusal(folder, ValueError, "model.safetensors.index.json")
 
 
+def test_of_a_weight_in_two_files_of_an_index_the_one_that_it_names_counts(tmp_path: Path) -> None:
+    """Shards that were changed later leave the older tensors in theirs."""
+    save(make_model(), tmp_path, max_shard_size="100KB")
+    found = read_json(tmp_path / "model.safetensors.index.json")["weight_map"]
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        sums = llm.checksum()
+    names = sorted(found, key=found.__getitem__)
+    first, last = (load_file(tmp_path / found[name]) for name in (names[0], names[-1]))
+    save_file({**first, names[-1]: last[names[-1]] + 1}, tmp_path / found[names[0]])
+    save_file({**last, names[0]: first[names[0]] + 1}, tmp_path / found[names[-1]])
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        assert llm.checksum() == sums
+    for name, tensors in ((names[0], first), (names[-1], last)):
+        save_file({**tensors, "new": torch.zeros(1)}, tmp_path / found[name])
+    expect_refusal(tmp_path, ValueError, "'new' is in another file of the checkpoint too")
+
+
 def test_weight_in_two_files(folder: Path) -> None:
     name = "model.norm.weight"
     save_file({name: load_file(folder / FILE)[name]}, folder / "more.safetensors")
