@@ -71,7 +71,7 @@ def test_a_digest_is_of_all_bytes(tmp_path: Path) -> None:
         ({"lora_alpha": None}, "lora_alpha"),
         ({"rank_pattern": {"q_proj": "two"}}, "r='two'"),
         ({"rank_pattern": [2]}, "rank_pattern"),
-        ({"target_modules": None}, "target_modules"),
+        ({"target_modules": 3}, "target_modules"),
         ({"target_modules": "(q_proj"}, "(q_proj"),
         ({"layers_to_transform": "0"}, "layers_to_transform"),
         ({"r": 8}, "rank 8"),
@@ -146,6 +146,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"target_modules": ["proj", "mlp.down_proj"]}, False, True),
         ({"target_modules": r".*\.self_attn\.(q|k)_proj"}, True, False),
         ({"target_modules": "self_attn.q_proj"}, False, False),  # an expression is of the whole name
+        ({"target_modules": None, "target_parameters": ["experts.down_proj"]}, False, False),
         ({"target_modules": "all-linear"}, True, True),
         ({"target_modules": "all-linear", "layers_to_transform": [11]}, False, True),
         ({"target_modules": ["q_proj", "down_proj"], "layers_to_transform": []}, True, True),
