@@ -88,6 +88,8 @@ def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_
     for problem, names in (("missing", needed - found), ("surplus", surplus)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+            if names == {HEAD} and not tied_head:
+                shown += " (hf_overrides={'tie_word_embeddings': True} takes the embedding)"
             raise ValueError(f"checkpoint: {len(names)} {problem} weight{'s' * (len(names) > 1)}: {shown}")
 
 

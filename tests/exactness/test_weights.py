@@ -212,7 +212,7 @@ K_NORM, DOWN, NORM, HEAD = (
 )  # fmt: skip
 BAD_TENSORS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], tuple[str, ...], int]] = {
     "missing": (K_NORM, lambda _: None, ("missing",), 1),
-    "an untied head is missing": (HEAD, lambda _: None, ("missing",), 1),
+    "an untied head is missing": (HEAD, lambda _: None, ("missing", "{'tie_word_embeddings': True}"), 1),
     "misshapen": (DOWN, lambda tensor: tensor.t(), ("(128, 96)", "(96, 128)"), 1),
     "misshapen, on two ranks": (DOWN, lambda tensor: tensor.t(), ("(128, 96)", "(96, 128)"), 2),
     "of another type": (NORM, lambda tensor: tensor.long(), ("torch.int64",), 1),

@@ -166,6 +166,43 @@ def test_both_nestings_and_new_weights_in_the_other_one(tmp_path: Path) -> None:
             assert output.token_ids == best.tolist()
 
 
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_text_model_may_keep_the_names_of_the_model_around_it(is_older: bool, tmp_path: Path) -> None:
+    """As merged ones are saved, with its encoder or without, in either nesting."""
+    model = make_wrapped("Gemma3")
+    model.save_pretrained(tmp_path)
+    if not is_older:
+        save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    text = {**raw["text_config"], "architectures": ["Gemma3ForCausalLM"]}
+    text["tie_word_embeddings"] = model.config.tie_word_embeddings
+    (tmp_path / "config.json").write_text(json.dumps(text), encoding="utf-8")
+    expect_logits_of_transformers(model, tmp_path)
+
+
+PATTERNS = {
+    "re:.*language_model.*self_attn.*": [True, True, False] * 2,
+    "re:^(?!.*language_model).*$": [False] * 6,
+    r"re:model[.]language_model[.]layers[.]0[.]": [True] * 3 + [False] * 3,
+    r"re:.*layers\.0\.": [True] * 3 + [False] * 3,
+    "*language_model*self_attn*": [True, True, False] * 2,
+    "language_model.model.layers.0*": [True] * 3 + [False] * 3,
+    "model.language_model.layers.0.": [True] * 3 + [False] * 3,
+    "re:.*visual.*": [False] * 6,
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"])
+def test_lists_of_what_is_not_quantised_may_name_the_whole_path(architecture: str, pattern: str) -> None:
+    text = {**SHAPE, "num_hidden_layers": 2, "model_type": "qwen3_vl_text"}
+    raw = {"text_config": text} if "VL" in architecture else text
+    quantization = {"quant_method": "fp8", "modules_to_not_convert": [pattern]}
+    layers = parse_config({**raw, "architectures": [architecture], "quantization_config": quantization}).layers
+    wide = [layer.precision(part) is None for layer in layers for part in ("qkv", "o", "down")]
+    assert wide == PATTERNS[pattern]
+
+
 def test_the_heads_own_entry_wins_over_the_nested_one_and_a_nested_one_over_none(tmp_path: Path) -> None:
     make_wrapped("Mistral3").save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
