@@ -114,8 +114,10 @@ def _tensors(data: np.ndarray) -> dict[str, torch.Tensor]:
             first, end = entry["data_offsets"]
             if not 0 <= first <= end <= len(data) - begin:
                 raise ValueError(f"tensor {name!r} ends at {begin + end} of {len(data)} bytes")
-            part = whole[begin + first : begin + end]
-            found[name] = part.view(DTYPES[kind]).view(entry["shape"]) if (kind := entry["dtype"]) in DTYPES else part
+            part, dtype = whole[begin + first : begin + end], DTYPES.get(entry["dtype"])
+            if dtype is not None and (begin + first) % dtype.itemsize:  # older writers did not pad the header
+                part = part.clone()
+            found[name] = part if dtype is None else part.view(dtype).view(entry["shape"])
     return found
 
 
