@@ -211,6 +211,18 @@ def test_the_heads_own_entry_wins_over_the_nested_one_and_a_nested_one_over_none
     assert parse_config({**raw, "text_config": nested, "tie_word_embeddings": None}).tie_word_embeddings
 
 
+@pytest.mark.parametrize("nested", [{"eos_token_id": 1, "dtype": "float32"}, {"eos_token_id": None, "dtype": None}])
+def test_what_is_said_of_the_whole_wins(nested: dict[str, Any]) -> None:
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "torch_dtype": "float16"}
+    text = {**SHAPE, "model_type": "gemma3_text", **nested}
+    found = parse_config({**whole, "text_config": text})
+    made = transformers.AutoConfig.for_model("gemma3", **{**whole, "text_config": text})
+    assert transformers.GenerationConfig.from_model_config(made).eos_token_id == [*found.eos_token_ids]
+    assert (found.torch_dtype, made.dtype) == ("float16", torch.float16)
+    inner = parse_config({**whole, "eos_token_id": None, "torch_dtype": None, "text_config": text})
+    assert (inner.eos_token_ids, inner.torch_dtype) == (((1,), "float32") if nested["dtype"] else ((), "bfloat16"))
+
+
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Glm4v"])
 def test_a_flat_configuration_of_before_is_read(name: str, tmp_path: Path) -> None:
     """Both were published with the language model's entries beside `vision_config`."""
