@@ -147,9 +147,12 @@ def _read_gptq(raw: dict[str, Any]) -> list[Rule]:
     _option(raw.get("lm_head", False), "lm_head", False)
     layout = _option(raw.get("checkpoint_format", "gptq"), "checkpoint_format", "gptq", "gptq_v2")
     dynamic = raw.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or not all(name.startswith("-:") for name in dynamic):
+    known = isinstance(dynamic, dict) and all(
+        name.startswith("-:") or (isinstance(of, dict) and of.items() <= raw.items()) for name, of in dynamic.items()
+    )
+    if not known:
         refuse("quantization_config: dynamic", dynamic, "an object of patterns that begin with '-:'")
-    wide = [f"re:{name.removeprefix('-:')}" for name in dynamic]
+    wide = [f"re:{name.removeprefix('-:')}" for name in dynamic if name.startswith("-:")]
     found = Quantization("int4", layout=layout, group=group, has_zeros=True)
     return _all_but(wide + _beside_named(raw), found)
 

@@ -236,7 +236,7 @@ NO_FIRST = [True] * 3 + [False] * 3
         ("auto-round", {"extra_config": {".*self_attn.*": {"bits": 16}, "lm_head": {"bits": 16}}}, NO_ATTENTION),
         ("auto-round", {"extra_config": {"self_attn\\.[qkvo]_proj$": {"bits": 16}}}, NO_ATTENTION),
         ("auto-round", {"extra_config": {r"^model\.layers\.0": {"bits": 16}}}, NO_FIRST),
-        ("gptq", {"dynamic": {"-:.*layers.0.": {}}}, NO_FIRST),
+        ("gptq", {"dynamic": {"lm_head": {}, "+:.*mlp.*": {"bits": 4}, "-:.*layers.0.": {}}}, NO_FIRST),
         ("compressed-tensors", {"ignore": ["lm_head", "re:.*self_attn.*"]}, NO_ATTENTION),
         ("compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": [r"re:.*\.mlp\."]}}}, NO_ATTENTION),
         ("compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": [r"re:.*layers\.1\.", "a"]}}}, NO_FIRST),
