@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from nanovllm.kernels.gemm.packed import SPAN, ZERO, pack, quantize
+from nanovllm.kernels.gemm.packed import SPAN, ZERO, pack, quantize, unpack
 from nanovllm.layers.int4 import SCALES, ZEROS
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of
 from nanovllm.model_config import Quantization
@@ -112,18 +112,50 @@ class Int4Reader:
         """Whether tensors are headers alone, whose values nobody knows."""
         held = [weight for weight in weights if weight.shards and weight.packing is None]
         self._rows = {one.name: one.shape[0] for one in held if one.shards[0].target.dtype == torch.int16}
+        self._wide = {one.name: one.shape for one in held if one.name not in self._rows and len(one.shape) == 2}
         self._has_bias = {name for weight in weights if (name := weight.name).endswith(".bias")}
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
         """A checkpoint's (name, tensor) pairs by the names of `weights`. wide: matrices in a wide type are quantised;
         else they raise ValueError."""
-        wide = wide or self.quantization.while_loading
-        return [found for name, tensor in tensors for found in self._translated(name, tensor, wide)]
+        wide, pairs = wide or self.quantization.while_loading, [*tensors]
+        packed = {f"{name.rpartition('.')[0]}.weight" for name, one in pairs if one.dtype == torch.int32}
+        widened = {name: self._wide[name] for name in packed & self._wide.keys() - {name for name, _ in pairs}}
+        rows = {**self._rows, **{name: shape[0] for name, shape in widened.items()}}
+        found = [one for name, tensor in pairs for one in self._translated(name, tensor, wide, rows)]
+        for name, shape in widened.items():
+            names = [name, *(f"{name.removesuffix('weight')}{kind}" for kind in (SCALES, ZEROS))]
+            given = {other: tensor for other, tensor in found if other in names}
+            found = [pair for pair in found if pair[0] not in given]
+            found.append((name, self._widened(name, shape, [given.get(other) for other in names])))
+        return found
 
-    def _translated(self, name: str, tensor: TensorSource, wide: bool) -> Iterator[tuple[str, TensorSource]]:
+    def _widened(self, name: str, shape: Sequence[int], parts: Sequence[TensorSource | None]) -> DerivedTensor:
+        """A packed matrix that models have in a wide type, as routers, in float32. parts: words, scales, zeros."""
+        rows, columns = shape
+        words, scales, zeros = parts
+        each = min(self.quantization.group, SPAN) or columns
+        blocks, groups = (rows, -(-columns // SPAN), WORDS), (rows, -(-columns // each))
+        of_groups = [scales] if zeros is None else [scales, zeros]
+        wanted = [blocks, *(groups for _ in of_groups)]
+        if words is None or [None if one is None else tuple(one.shape) for one in (words, *of_groups)] != wanted:
+            raise ValueError(f"weight {name!r} comes packed: must be {rows} x {columns}, with scales {groups}")
+
+        def make() -> torch.Tensor:
+            held = [all_of(one).float() for one in of_groups if one is not None]
+            factors, *offsets = (one.repeat_interleave(each, 1)[:, :columns] for one in held)
+            codes = unpack(all_of(words).transpose(0, 1), columns)
+            return (codes - (offsets[0] if offsets else float(ZERO))) * factors
+
+        return _lazy(torch.Size(shape), torch.float32, make)
+
+    def _translated(
+        self, name: str, tensor: TensorSource, wide: bool, rows: dict[str, int]
+    ) -> Iterator[tuple[str, TensorSource]]:
+        """rows: of each matrix that may be packed."""
         path, _, kind = name.rpartition(".")
         weight = f"{path}.weight"
-        if weight not in self._rows:
+        if weight not in rows:
             yield name, tensor
         elif kind == "weight":
             yield from self._quantized(path, tensor, wide)
@@ -140,7 +172,7 @@ class Int4Reader:
                 size, of_rows = size[::-1], lambda: all_of(tensor).T
             yield f"{path}.{SCALES}", self._of_groups(size, tensor.dtype, of_rows)
         elif kind in ("qzeros", ZEROS):
-            size = (self._rows[weight], tensor.shape[1 if kind == ZEROS else 0])
+            size = (rows[weight], tensor.shape[1 if kind == ZEROS else 0])
             yield f"{path}.{ZEROS}", self._of_groups(size, torch.float32, lambda: self._zeros(name, tensor, size[0]))
         elif kind == "bias" and name not in self._has_bias and (self._is_blind or not all_of(tensor).any()):
             return  # some tools write zeros where a layer has none
