@@ -8,7 +8,7 @@ import torch
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of
 
-_WIDE = (".kv_b_proj", ".mlp.gate")
+_WIDE = (".kv_b_proj", ".gate")
 """Ends of their modules' names."""
 
 

@@ -15,7 +15,7 @@ from checkpoints import FILE, change_tensors, make_model, read_json, save, spoil
 from comparing import Expected
 from fp8_checkpoints import BLOCKS, CONFIGS, SHAPE, Definition, by_definition, compressed, quantize, quantized
 from observing import LogitRecorder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM, SamplingParams
@@ -172,6 +172,24 @@ def test_new_weights_of_experts_may_come_wide_under_names_of_their_own(tmp_path:
         before = run(llm, REQUESTS)
         llm.load_weights(wide.items())
         assert [output.token_ids for output in run(llm, REQUESTS)] == [output.token_ids for output in before]
+
+
+@pytest.mark.parametrize(("family", "router"), [("MiniMaxM2", "block_sparse_moe.gate"), ("Qwen3Moe", "mlp.gate")])
+def test_a_router_in_fp8_is_widened(family: str, router: str, tmp_path: Path) -> None:
+    """Models have it in a wide type."""
+    save_experts(family, tmp_path)
+    names = [f"model.layers.{layer}.{router}.weight" for layer in (0, 1)]
+    tensors = load_file(quantize(tmp_path, BLOCKS) / FILE)
+    for name in names:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantized(tensors[name], BLOCKS)
+    save_file(tensors, tmp_path / FILE)
+    with LLM(str(tmp_path), **ROOMY) as llm:
+        before = llm.checksum()
+        for name in names:
+            scales = tensors.pop(f"{name}_scale_inv").repeat_interleave(128, 1)[:, : tensors[name].shape[1]]
+            tensors[name] = tensors[name].float() * scales
+        llm.load_weights(tensors.items())
+        assert llm.checksum() == before
 
 
 def test_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:
