@@ -23,6 +23,8 @@ from nanovllm.model_config import Quantization
 
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 """Places at which AWQ puts each of eight numbers in an int32."""
+_WIDE = ("gate.weight", "in_proj_a.weight", "in_proj_b.weight", "lm_head.weight")
+"""Ends of the names of matrices that models have in a wide type whatever a checkpoint has: routers, gates, heads."""
 WORDS = SPAN // 4
 AT_ONCE = 4 << 20
 """Numbers that are unpacked at a time."""
@@ -112,7 +114,7 @@ class Int4Reader:
         """Whether tensors are headers alone, whose values nobody knows."""
         held = [weight for weight in weights if weight.shards and weight.packing is None]
         self._rows = {one.name: one.shape[0] for one in held if one.shards[0].target.dtype == torch.int16}
-        self._wide = {one.name: one.shape for one in held if one.name not in self._rows and len(one.shape) == 2}
+        self._wide = {one.name: one.shape for one in held if one.name.endswith(_WIDE) and len(one.shape) == 2}
         self._has_bias = {name for weight in weights if (name := weight.name).endswith(".bias")}
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
@@ -131,7 +133,7 @@ class Int4Reader:
         return found
 
     def _widened(self, name: str, shape: Sequence[int], parts: Sequence[TensorSource | None]) -> DerivedTensor:
-        """A packed matrix that models have in a wide type, as routers, in float32. parts: words, scales, zeros."""
+        """A packed matrix of _WIDE in float32. parts: words, scales, zeros."""
         rows, columns = shape
         words, scales, zeros = parts
         each = min(self.quantization.group, SPAN) or columns
@@ -141,13 +143,19 @@ class Int4Reader:
         if words is None or [None if one is None else tuple(one.shape) for one in (words, *of_groups)] != wanted:
             raise ValueError(f"weight {name!r} comes packed: must be {rows} x {columns}, with scales {groups}")
 
-        def make() -> torch.Tensor:
-            held = [all_of(one).float() for one in of_groups if one is not None]
-            factors, *offsets = (one.repeat_interleave(each, 1)[:, :columns] for one in held)
-            codes = unpack(all_of(words).transpose(0, 1), columns)
-            return (codes - (offsets[0] if offsets else float(ZERO))) * factors
+        def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+            first, end = (start, start + length) if dim == 0 else (0, rows)
+            held = [_range(one, 0, first, end).to(self.device).float() for one in of_groups if one is not None]
+            step, pieces = max(1, AT_ONCE // columns), []
+            for at in range(first, end, step):
+                here = slice(at - first, at - first + step)
+                factors, *offsets = (one[here].repeat_interleave(each, 1)[:, :columns] for one in held)
+                codes = unpack(_range(words, 0, at, min(end, at + step)).transpose(0, 1), columns)
+                pieces.append((codes - (offsets[0] if offsets else float(ZERO))) * factors)
+            out = torch.cat(pieces)
+            return out if dim == 0 else out.narrow(dim, start, length)
 
-        return _lazy(torch.Size(shape), torch.float32, make)
+        return DerivedTensor(torch.Size(shape), torch.float32, narrow)
 
     def _translated(
         self, name: str, tensor: TensorSource, wide: bool, rows: dict[str, int]

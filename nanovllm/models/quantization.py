@@ -144,7 +144,7 @@ def _read_gptq(raw: dict[str, Any]) -> list[Rule]:
     group = _group_size(raw.get("group_size"))
     if group:  # else all columns are in one, in any order
         _option(raw.get("desc_act", False), "desc_act", False)
-    _option(raw.get("lm_head", False), "lm_head", False)
+    _option(raw.get("lm_head", False), "lm_head", False, True)
     layout = _option(raw.get("checkpoint_format", "gptq"), "checkpoint_format", "gptq", "gptq_v2")
     dynamic = raw.get("dynamic") or {}
     known = isinstance(dynamic, dict) and all(

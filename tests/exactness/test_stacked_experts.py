@@ -136,7 +136,7 @@ def test_a_packed_router_is_widened(layout: str, tmp_path: Path) -> None:
     save_file(wide, folder / FILE)
     made = Path(shutil.copytree(folder, tmp_path / "packed"))
     save_file({name: tensor.contiguous() for name, tensor in packed.items()}, made / FILE)
-    quantization = config_of(layout, 32, symmetric)
+    quantization = {**config_of(layout, 32, symmetric), "lm_head": True, "ignore": []}
     write_json(made / "config.json", {**read_json(made / "config.json"), "quantization_config": quantization})
     requests = make_requests(most_tokens=8)[:4]
     expected = tokens_alone(folder, requests)
