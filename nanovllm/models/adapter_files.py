@@ -41,9 +41,10 @@ IDLE = {
 }  # fmt: skip
 """Fields that change nothing of what an adapter computes once it is trained."""
 _KINDS: dict[str, tuple[type, ...]] = {
-    "target_modules": (str, list), "exclude_modules": (str, list, NoneType), "rank_pattern": (dict, NoneType),
-    "alpha_pattern": (dict, NoneType), "layers_to_transform": (int, list, NoneType),
-    "layers_pattern": (str, list, NoneType), "target_parameters": (list, NoneType), "peft_version": (str, NoneType),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), (str, list, NoneType)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (dict, NoneType)),
+    "target_parameters": (list, NoneType), "layers_to_transform": (int, list, NoneType),
+    "peft_version": (str, NoneType),
 }  # fmt: skip
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of a module of experts, in the order in which they are wrapped. It has one of the first two."""
@@ -113,8 +114,10 @@ def _tensors(data: np.ndarray) -> dict[str, torch.Tensor]:
             first, end = entry["data_offsets"]
             if not 0 <= first <= end <= len(data) - begin:
                 raise ValueError(f"tensor {name!r} ends at {begin + end} of {len(data)} bytes")
-            part = whole[begin + first : begin + end]
-            found[name] = part.view(DTYPES[kind]).view(entry["shape"]) if (kind := entry["dtype"]) in DTYPES else part
+            part, dtype = whole[begin + first : begin + end], DTYPES.get(entry["dtype"])
+            if dtype is not None and (begin + first) % dtype.itemsize:  # older writers did not pad the header
+                part = part.clone()
+            found[name] = part if dtype is None else part.view(dtype).view(entry["shape"])
     return found
 
 
@@ -148,7 +151,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 def is_target(config: Mapping[str, Any], module: str) -> bool:
     """Whether PEFT puts an adapter on this module of the base model, if it is a linear layer of a decoder's layer."""
-    wanted, layers = config["target_modules"], config.get("layers_to_transform")
+    wanted, layers = config.get("target_modules") or [], config.get("layers_to_transform")
     if _names(config.get("exclude_modules") or [], module):
         return False
     found = wanted == "all-linear" or _names(wanted, module)

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource
-from nanovllm.models.files import weight_files
+from nanovllm.models.files import weight_files, weight_map
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 FILE_DTYPES = {
@@ -64,18 +64,20 @@ def _file_tensor(path: Path, name: str, part: Any) -> FileTensor:
 
 
 def open_checkpoint(folder: Path, option: str | None = "model") -> dict[str, FileTensor]:
-    """All tensors of a folder that an option names. Raises FileNotFoundError where there are no files, but for no
-    option."""
-    files = weight_files(folder)
+    """All tensors of a folder that an option names; of a tensor in several files the one that the index names. Raises
+    FileNotFoundError where there are no files, but for no option."""
+    files, index = weight_files(folder), weight_map(folder)
     if not files and option is not None:
         raise FileNotFoundError(f"{option}={str(folder)!r}: must be a folder with *.safetensors")
-    tensors: dict[str, FileTensor] = {}
+    copies: dict[str, dict[Path, FileTensor]] = {}
     for file in files:
         for name, tensor in read_safetensors(file).items():
-            if name in tensors:
-                raise ValueError(f"{file}: weight {name!r} is in another file of the checkpoint too")
-            tensors[name] = tensor
-    return tensors
+            copies.setdefault(name, {})[file] = tensor
+    for name, found in copies.items():
+        if len(found) > 1 and folder / index.get(name, "") not in found:
+            raise ValueError(f"{[*found][-1]}: weight {name!r} is in another file of the checkpoint too")
+    first = {name: next(iter(found.values())) for name, found in copies.items()}
+    return {name: found.get(folder / index.get(name, ""), first[name]) for name, found in copies.items()}
 
 
 def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_head: bool) -> None:
@@ -86,6 +88,8 @@ def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_
     for problem, names in (("missing", needed - found), ("surplus", surplus)):
         if names:
             shown = ", ".join(sorted(names)[:5]) + (", ..." if len(names) > 5 else "")
+            if names == {HEAD} and not tied_head:
+                shown += " (hf_overrides={'tie_word_embeddings': True} takes the embedding)"
             raise ValueError(f"checkpoint: {len(names)} {problem} weight{'s' * (len(names) > 1)}: {shown}")
 
 

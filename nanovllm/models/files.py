@@ -100,14 +100,15 @@ def check_tokenizer(option: str, folder: Path) -> None:
         raise ValueError(f"{option}={str(folder)!r}: {has}")
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights: those that its index names, or all but such as hold the same ones by other
-    names. Raises FileNotFoundError where one of the index is missing, ValueError for a corrupt index."""
+def weight_map(folder: Path) -> dict[str, str]:
+    """Names of a folder's tensors with the file that its index has each in; empty where there is no index. Raises
+    FileNotFoundError where one of these files is missing, ValueError for a corrupt index."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return [path for path in sorted(folder.glob(*WEIGHTS)) if not any(map(path.match, _TWICE[1:]))]
+        return {}
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = set(found.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index}: corrupt: no weight_map from names to files: {error!r}") from None
     if not names or not all(isinstance(name, str) for name in names):
@@ -115,7 +116,15 @@ def weight_files(folder: Path) -> list[Path]:
     for name in sorted(names):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{index} names {name}, which is missing")
-    return [folder / name for name in sorted(names)]
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights: those that its index names, or all but such as hold the same ones by other
+    names. Raises FileNotFoundError and ValueError as weight_map."""
+    if named := weight_map(folder):
+        return [folder / name for name in sorted(set(named.values()))]
+    return [path for path in sorted(folder.glob(*WEIGHTS)) if not any(map(path.match, _TWICE[1:]))]
 
 
 def _number(content: dict[str, Any]) -> Any:

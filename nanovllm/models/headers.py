@@ -37,12 +37,14 @@ def headers_of_hub(model: str, revision: str | None = None) -> dict[str, Derived
     from huggingface_hub import get_safetensors_metadata
 
     try:
-        files = get_safetensors_metadata(model, revision=revision).files_metadata.values()
+        metadata = get_safetensors_metadata(model, revision=revision)
     except Exception as error:  # of several kinds
         raise FileNotFoundError(f"model={model!r}: no headers of safetensors: {short(error)}") from error
     found = {}
-    for file in files:
-        for name, info in file.tensors.items():
+    for file, contents in metadata.files_metadata.items():
+        for name, info in contents.tensors.items():
+            if metadata.weight_map.get(name, file) != file:
+                continue
             if info.dtype not in FILE_DTYPES:
                 raise ValueError(f"weight {name!r} has type {info.dtype}: must be one of {', '.join(FILE_DTYPES)}")
             found[name] = _header(info.shape, FILE_DTYPES[info.dtype])

@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from nanovllm.kernels.gemm.packed import SPAN, ZERO, pack, quantize
+from nanovllm.kernels.gemm.packed import SPAN, ZERO, pack, quantize, unpack
 from nanovllm.layers.int4 import SCALES, ZEROS
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of
 from nanovllm.model_config import Quantization
 
 _INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
 """Places at which AWQ puts each of eight numbers in an int32."""
+_WIDE = ("gate.weight", "in_proj_a.weight", "in_proj_b.weight", "lm_head.weight")
+"""Ends of the names of matrices that models have in a wide type whatever a checkpoint has: routers, gates, heads."""
 WORDS = SPAN // 4
 AT_ONCE = 4 << 20
 """Numbers that are unpacked at a time."""
@@ -112,18 +114,56 @@ class Int4Reader:
         """Whether tensors are headers alone, whose values nobody knows."""
         held = [weight for weight in weights if weight.shards and weight.packing is None]
         self._rows = {one.name: one.shape[0] for one in held if one.shards[0].target.dtype == torch.int16}
+        self._wide = {one.name: one.shape for one in held if one.name.endswith(_WIDE) and len(one.shape) == 2}
         self._has_bias = {name for weight in weights if (name := weight.name).endswith(".bias")}
 
     def read(self, tensors: Iterable[tuple[str, TensorSource]], wide: bool = True) -> list[tuple[str, TensorSource]]:
         """A checkpoint's (name, tensor) pairs by the names of `weights`. wide: matrices in a wide type are quantised;
         else they raise ValueError."""
-        wide = wide or self.quantization.while_loading
-        return [found for name, tensor in tensors for found in self._translated(name, tensor, wide)]
+        wide, pairs = wide or self.quantization.while_loading, [*tensors]
+        packed = {f"{name.rpartition('.')[0]}.weight" for name, one in pairs if one.dtype == torch.int32}
+        widened = {name: self._wide[name] for name in packed & self._wide.keys() - {name for name, _ in pairs}}
+        rows = {**self._rows, **{name: shape[0] for name, shape in widened.items()}}
+        found = [one for name, tensor in pairs for one in self._translated(name, tensor, wide, rows)]
+        for name, shape in widened.items():
+            names = [name, *(f"{name.removesuffix('weight')}{kind}" for kind in (SCALES, ZEROS))]
+            given = {other: tensor for other, tensor in found if other in names}
+            found = [pair for pair in found if pair[0] not in given]
+            found.append((name, self._widened(name, shape, [given.get(other) for other in names])))
+        return found
 
-    def _translated(self, name: str, tensor: TensorSource, wide: bool) -> Iterator[tuple[str, TensorSource]]:
+    def _widened(self, name: str, shape: Sequence[int], parts: Sequence[TensorSource | None]) -> DerivedTensor:
+        """A packed matrix of _WIDE in float32. parts: words, scales, zeros."""
+        rows, columns = shape
+        words, scales, zeros = parts
+        each = min(self.quantization.group, SPAN) or columns
+        blocks, groups = (rows, -(-columns // SPAN), WORDS), (rows, -(-columns // each))
+        of_groups = [scales] if zeros is None else [scales, zeros]
+        wanted = [blocks, *(groups for _ in of_groups)]
+        if words is None or [None if one is None else tuple(one.shape) for one in (words, *of_groups)] != wanted:
+            raise ValueError(f"weight {name!r} comes packed: must be {rows} x {columns}, with scales {groups}")
+
+        def narrow(dim: int, start: int, length: int) -> torch.Tensor:
+            first, end = (start, start + length) if dim == 0 else (0, rows)
+            held = [_range(one, 0, first, end).to(self.device).float() for one in of_groups if one is not None]
+            step, pieces = max(1, AT_ONCE // columns), []
+            for at in range(first, end, step):
+                here = slice(at - first, at - first + step)
+                factors, *offsets = (one[here].repeat_interleave(each, 1)[:, :columns] for one in held)
+                codes = unpack(_range(words, 0, at, min(end, at + step)).transpose(0, 1), columns)
+                pieces.append((codes - (offsets[0] if offsets else float(ZERO))) * factors)
+            out = torch.cat(pieces)
+            return out if dim == 0 else out.narrow(dim, start, length)
+
+        return DerivedTensor(torch.Size(shape), torch.float32, narrow)
+
+    def _translated(
+        self, name: str, tensor: TensorSource, wide: bool, rows: dict[str, int]
+    ) -> Iterator[tuple[str, TensorSource]]:
+        """rows: of each matrix that may be packed."""
         path, _, kind = name.rpartition(".")
         weight = f"{path}.weight"
-        if weight not in self._rows:
+        if weight not in rows:
             yield name, tensor
         elif kind == "weight":
             yield from self._quantized(path, tensor, wide)
@@ -140,7 +180,7 @@ class Int4Reader:
                 size, of_rows = size[::-1], lambda: all_of(tensor).T
             yield f"{path}.{SCALES}", self._of_groups(size, tensor.dtype, of_rows)
         elif kind in ("qzeros", ZEROS):
-            size = (self._rows[weight], tensor.shape[1 if kind == ZEROS else 0])
+            size = (rows[weight], tensor.shape[1 if kind == ZEROS else 0])
             yield f"{path}.{ZEROS}", self._of_groups(size, torch.float32, lambda: self._zeros(name, tensor, size[0]))
         elif kind == "bias" and name not in self._has_bias and (self._is_blind or not all_of(tensor).any()):
             return  # some tools write zeros where a layer has none
@@ -186,4 +226,6 @@ class Int4Reader:
         zeros = _nibbles(by_rows, interleaved=layout == "awq").T.int()
         if not 0 <= zeros.shape[0] - rows < 8:
             raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}: must have zeros of {rows} outputs")
-        return (zeros + 1 & 15 if layout == "gptq" else zeros)[:rows].float()
+        zeros = zeros[:rows]
+        is_less_one = layout == "gptq" and not (zeros == ZERO).all()  # some tools write symmetric ones as gptq_v2 does
+        return (zeros + 1 & 15 if is_less_one else zeros).float()

@@ -16,8 +16,11 @@ GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 
 
-_COMPUTED = ".rotary_emb.inv_freq"
-"""Ends the names of tables that old checkpoints bring."""
+_IDLE = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
+"""Ends of the names of what nothing is computed with: tables of old checkpoints, and scales of FP8 attention."""
+_ENCODERS = "visual.", "vision_tower.", "multi_modal_projector."
+_AROUND = (*_ENCODERS, *(f"model.{name}" for name in _ENCODERS))
+"""Beginnings of the names of what some language models keep of the model around them."""
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 """Last part of the names that transformers gives the scales of FP8 weights and their inputs -> all others' and ours."""
 
@@ -32,8 +35,9 @@ class CheckpointNames:
     """Canonical part -> the checkpoint's, where it is none of Llama's."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The checkpoint's part -> the canonical ones that it holds as one tensor, one after the other by rows."""
-    stripped: str = ""
-    """Text that is taken out of the checkpoint's names, wherever it occurs: a prefix of nested models."""
+    stripped: str = "language_model."
+    """Text that is taken out of the checkpoint's names, wherever it occurs: a prefix of nested models, which some keep
+    that were saved without what is around them."""
     skipped: tuple[str, ...] = ()
     """Beginnings of names that are not the language model's."""
     skips_next_layer: bool = False
@@ -74,9 +78,9 @@ class CheckpointNames:
 
     def canonical(self, name: str) -> str | None:
         """A name in a checkpoint, without what is stripped; None where it is no weight of ours."""
-        if name.startswith(self.skipped) or name.endswith(_COMPUTED):
+        if name.startswith((*self.skipped, *_AROUND)) or name.endswith(_IDLE):
             return None
-        name = name.replace(self.stripped, "") if self.stripped else name
+        name = name.replace(self.stripped, "")
         if name.startswith(self.unused):
             return None
         name = name if name.startswith(self.may_lack) else self.may_lack + name

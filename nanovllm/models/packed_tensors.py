@@ -15,8 +15,8 @@ from nanovllm.models.int4_tensors import AT_ONCE, Int4Reader
 from nanovllm.models.stacked_experts import experts_apart
 from nanovllm.models.widened import widened as kv_widened
 
-UNUSED = ("input_scale", "input_global_scale", "input_zero_point", "k_scale", "v_scale", "weight_shape")
-"""Last parts of names of what nobody needs who rounds neither activations nor keys and values."""
+UNUSED = ("input_scale", "input_global_scale", "input_zero_point", "weight_shape")
+"""Last parts of names of what nobody needs who does not round activations."""
 
 _HEAD = (HEAD, "lm_head.weight_scale", "lm_head.weight_scale_2")
 """Tensors of a head in NVFP4 of ModelOpt."""

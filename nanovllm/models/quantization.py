@@ -76,6 +76,7 @@ def _read_compressed(raw: dict[str, Any]) -> list[Rule]:
     if not isinstance(groups, dict) or not groups or not all(isinstance(one, dict) for one in groups.values()):
         refuse("quantization_config: config_groups", groups, "groups, an object of objects")
     _require_absent(raw, "transform_config")
+    _check_cache(raw.get("kv_cache_scheme"))
     rules: list[Rule] = [(_read_group(one, raw), _targets(one)) for one in groups.values()]
     ignored = _names(raw.get("ignore") or [], "modules that are not converted")
     of_all = [rule for rule in rules if rule[1] is ALL]
@@ -92,10 +93,6 @@ def _read_group(group: dict[str, Any], raw: dict[str, Any]) -> Quantization:
         if not isinstance(part, (dict, NoneType)):
             refuse(f"quantization_config: {name}", part, "an object")
     form, kind = group.get("format") or raw.get("format"), (weights.get("type", "float"), weights.get("num_bits"))
-    if kind in (("float", 4), ("int", 8)) or len(raw["config_groups"]) > 1:
-        _check_cache(raw.get("kv_cache_scheme"))
-    else:
-        _require_absent(raw, "kv_cache_scheme")
     if kind in (("float", 4), ("int", 8)):
         read = _read_fp4 if kind == ("float", 4) else _read_int8
         return read(weights, inputs, form)
@@ -144,14 +141,19 @@ def _read_awq(raw: dict[str, Any]) -> list[Rule]:
 def _read_gptq(raw: dict[str, Any]) -> list[Rule]:
     """quant_method "gptq", as AutoGPTQ and GPTQModel write it."""
     _option(raw.get("bits"), "bits", 4)
-    for name in ("desc_act", "lm_head"):
-        _option(raw.get(name, False), name, False)
+    group = _group_size(raw.get("group_size"))
+    if group:  # else all columns are in one, in any order
+        _option(raw.get("desc_act", False), "desc_act", False)
+    _option(raw.get("lm_head", False), "lm_head", False, True)
     layout = _option(raw.get("checkpoint_format", "gptq"), "checkpoint_format", "gptq", "gptq_v2")
     dynamic = raw.get("dynamic") or {}
-    if not isinstance(dynamic, dict) or not all(name.startswith("-:") for name in dynamic):
+    known = isinstance(dynamic, dict) and all(
+        name.startswith("-:") or (isinstance(of, dict) and of.items() <= raw.items()) for name, of in dynamic.items()
+    )
+    if not known:
         refuse("quantization_config: dynamic", dynamic, "an object of patterns that begin with '-:'")
-    wide = [f"re:{name.removeprefix('-:')}" for name in dynamic]
-    found = Quantization("int4", layout=layout, group=_group_size(raw.get("group_size")), has_zeros=True)
+    wide = [f"re:{name.removeprefix('-:')}" for name in dynamic if name.startswith("-:")]
+    found = Quantization("int4", layout=layout, group=group, has_zeros=True)
     return _all_but(wide + _beside_named(raw), found)
 
 
@@ -248,7 +250,8 @@ def _read_modelopt(raw: dict[str, Any]) -> list[Rule]:
     for module, one in by_module.items():
         if (method := one.get("quant_algo")) not in _ALGORITHMS:
             refuse("quantization_config: quant_algo", method, f"one of {', '.join(_ALGORITHMS)} ({_INSTEAD})")
-        _option(one.get("group_size", _NV_GROUP), "group_size", _NV_GROUP)
+        if _ALGORITHMS[method].group:
+            _option(one.get("group_size", _NV_GROUP), "group_size", _NV_GROUP)
         rules.setdefault(_ALGORITHMS[method], []).append(module or ALL[0])
         if module.rpartition(".")[2] == "lm_head" and _ALGORITHMS[method] != _NVFP4:
             refuse("quantization_config: quantized_layers: lm_head", method, "NVFP4, or absent")
@@ -271,6 +274,11 @@ METHODS: dict[str, Callable[[dict[str, Any]], list[Rule]]] = {
 """Readers of a quantization_config by its quant_method."""
 
 
+def _without_nulls(value: Any) -> Any:
+    """Entries that are null count as absent, as in config.json."""
+    return {k: _without_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
 def read_quantization(raw: dict[str, Any] | None, wanted: str | None, moe: MoEConfig | None = None) -> list[Rule]:
     """Returns how the weights are quantised; no rules: not at all. raw: config.json's quantization_config; wanted:
     EngineConfig.quantization; moe: the model's. Raises ValueError for what is not served."""
@@ -279,7 +287,7 @@ def read_quantization(raw: dict[str, Any] | None, wanted: str | None, moe: MoECo
         group = {"int4": _INT4_GROUP, "mxfp4": _MX_GROUP}.get(wanted or "", 0)
         layout = "compressed-tensors" if wanted == "mxfp4" and not has_mxfp4 else ""
         return [] if wanted is None else [(Quantization(wanted, while_loading=True, layout=layout, group=group), ALL)]
-    known = [name for name in METHODS if has_mxfp4 or name != "mxfp4"]
+    known, raw = [name for name in METHODS if has_mxfp4 or name != "mxfp4"], _without_nulls(raw)
     if not isinstance(raw, dict) or raw.get("quant_method", "mxfp4" if has_mxfp4 else None) not in known:
         named = " or ".join(map(repr, known))
         refuse("quantization_config", raw, f"absent, or with quant_method {named} ({_INSTEAD})")

@@ -48,22 +48,33 @@ _OF_LAYER_INPUTS = (
 class _Named:
     """Matcher of a list such as modules_to_not_convert or ignore: paths, whole parts of paths (a dot may end them),
     patterns ("re:...") that the beginning of a path matches, and such with "*" that match a module or one that it is
-    in."""
+    in. Paths may have what is stripped of a checkpoint's names; patterns that speak of it match paths with it."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], stripped: str) -> None:
+        self._stripped, self._stem = stripped, stripped.removesuffix(".")
+        patterns = [name for name in names if name.startswith("re:")]
         try:
-            self._patterns = [re.compile(name.removeprefix("re:")) for name in names if name.startswith("re:")]
+            self._patterns = [(self._is_nested(one), re.compile(one.removeprefix("re:"))) for one in patterns]
         except re.error as error:
             bound = f"paths, or patterns of Python's: {error}"
             refuse("quantization_config: modules that are not converted", names, bound)
         others = [name for name in names if not name.startswith("re:")]
-        self._wild = [re.compile(fnmatch.translate(name)) for name in others if "*" in name]
-        self._parts = {name.removesuffix(".") for name in others}
+        self._wild = [(self._is_nested(name), re.compile(fnmatch.translate(name))) for name in others if "*" in name]
+        self._parts = {name.replace(stripped, "").removesuffix(".") for name in others}
 
     def __contains__(self, module: str) -> bool:
         ranges, around = _parts_of(module)
-        is_wild = any(pattern.match(one) for pattern in self._wild for one in around)
-        return is_wild or not self._parts.isdisjoint(ranges) or any(one.match(module) for one in self._patterns)
+        is_wild = any(self._matches(*each, path) for each in self._wild for path in around)
+        is_named = is_wild or not self._parts.isdisjoint(ranges)
+        return is_named or any(self._matches(*each, module) for each in self._patterns)
+
+    def _is_nested(self, pattern: str) -> bool:
+        return bool(self._stem) and self._stem in pattern
+
+    def _matches(self, is_nested: bool, pattern: re.Pattern[str], path: str) -> bool:
+        """Whether it matches a path, or one as either nesting spells it."""
+        nested = f"{self._stripped}{path}", path.replace("model.", f"model.{self._stripped}", 1)
+        return any(map(pattern.match, nested if is_nested else [path]))
 
 
 @lru_cache(1)
@@ -105,7 +116,7 @@ def quantized_layers(fields: dict[str, Any], rules: list[Rule], spelling: Checkp
     that we hold as one are not held alike."""
     moe, layers, default, is_static = fields.get("moe"), [], rules[-1][0], False
     assert default is not None
-    named = [(found, _Named(_unprefixed(names, spelling))) for found, names in rules]
+    named = [(found, _Named(names, spelling.stripped)) for found, names in rules]
 
     def held(module: str) -> Quantization | None:
         return next((found for found, names in named if module in names), None)
@@ -138,13 +149,6 @@ def quantized_layers(fields: dict[str, Any], rules: list[Rule], spelling: Checkp
     if is_static:
         logger.warning("fp8: scales of experts' activations are unused: they are measured")
     return tuple(layers)
-
-
-def _unprefixed(names: list[str], spelling: CheckpointNames) -> list[str]:
-    """`names` without what is stripped of those of a checkpoint's tensors."""
-    for prefix in (spelling.stripped, re.escape(spelling.stripped)):
-        names = [name.replace(prefix, "") for name in names] if prefix else names
-    return names
 
 
 def _of_experts(found: Quantization, moe: MoEConfig | None) -> Quantization:

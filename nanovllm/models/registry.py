@@ -46,6 +46,8 @@ FAMILIES: dict[str, Family] = {
 }
 """Families by the name in `architectures`."""
 
+_OF_WHOLE = ("tie_word_embeddings", "eos_token_id", "quantization_config")
+"""Entries of config.json that win over those of its nested model, as in transformers."""
 _WITH_LATENTS = {"attention_backend": ("auto", "torch", "triton"), "kv_cache_dtype": ("auto",)}
 """Options of models with latent attention, and values that they may have."""
 
@@ -84,7 +86,8 @@ def parse_config(
     names = wrapped(found.names, wrapper)
     config = ConfigReader({**found.defaults, **defaults, **_text_config(raw)})
     fields = found.read(config, generation)
-    rules = read_quantization(config.get("quantization_config"), quantization, fields.get("moe"))
+    written = config.get("quantization_config", config.get("compression_config"))  # llm-compressor's older name
+    rules = read_quantization(written, quantization, fields.get("moe"))
     if rules:
         fields["layers"] = quantized_layers(fields, settled(rules, fields, names), names)
     config.finish()
@@ -205,8 +208,10 @@ def override(
     raw: dict[str, Any], generation: dict[str, Any], overrides: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """config.json and generation_config.json with `overrides` in force, whichever spelling the files use."""
-    tied = raw.get("tie_word_embeddings")  # of the head, which is not the nested model's
-    raw = _text_config(raw) | ({} if tied is None else {"tie_word_embeddings": tied})
+    whole = {name: raw[name] for name in _OF_WHOLE if raw.get(name) is not None}
+    if "text_config" in raw and (dtype := raw.get("dtype") or raw.get("torch_dtype")):
+        whole["dtype"] = dtype
+    raw = _text_config(raw) | whole
     overrides = _rope_spelt_as_in(raw, overrides)
     generation = {name: value for name, value in generation.items() if name not in overrides}
     return {**raw, **overrides}, generation

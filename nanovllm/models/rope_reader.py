@@ -78,7 +78,7 @@ def _table(raw: dict[str, Any], config: ConfigReader, partial: bool = False) -> 
         given["original_max_position_embeddings"] = original
     if kind == "yarn":
         given["truncate"] = rope.flag("truncate", True)
-        mscale, all_dim = rope.optional_positive("mscale"), rope.optional_positive("mscale_all_dim")
+        mscale, all_dim = (rope.get(name) and rope.positive(name, 0.0) for name in ("mscale", "mscale_all_dim"))
         if mscale and all_dim and "attention_factor" not in given:
             given["attention_factor"] = mscale_of(given["factor"], mscale) / mscale_of(given["factor"], all_dim)
     if kind == "longrope":

@@ -1,5 +1,5 @@
-"""Matrices that a checkpoint may have in e4m3, and ranks hold in the model's dtype: latents' projection to keys and
-values, which is multiplied by from either side, head by head (layers/latent.py)."""
+"""Matrices that a checkpoint may have in e4m3, and ranks hold in the model's dtype: routers, and latents' projection to
+keys and values, which is multiplied by from either side, head by head (layers/latent.py)."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,8 +8,8 @@ import torch
 from nanovllm.kernels.fp8.reference import BLOCK, FP8
 from nanovllm.layers.weights import CheckpointWeight, DerivedTensor, TensorSource, all_of
 
-_WIDE = ".kv_b_proj"
-"""End of their modules' names."""
+_WIDE = (".kv_b_proj", ".gate")
+"""Ends of their modules' names."""
 
 
 def widened(tensors: Iterable[tuple[str, TensorSource]]) -> Iterator[tuple[str, TensorSource]]:

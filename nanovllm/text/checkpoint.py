@@ -43,7 +43,13 @@ class CheckpointTokenizer:
         config = read_json(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:
             config |= read_json(folder / "special_tokens_map.json")
-        self.special_tokens = {name: _content(config[name]) for name in _SPECIAL_NAMES if config.get(name)}
+            added = read_json(folder / "added_tokens.json")
+            config["added_tokens_decoder"] = {number: {"content": name} for name, number in added.items()}
+        extra = config.get("extra_special_tokens")
+        named = {**config, **extra} if isinstance(extra, dict) else config
+        roles = [*_SPECIAL_NAMES, *(name for name in named if name.endswith("_token") or name in (extra or ()))]
+        given = {name: value for name in roles if isinstance(value := named.get(name), (str, dict)) and value}
+        self.special_tokens = {name: _content(value) for name, value in given.items()}
         """Special tokens by role, as templates name them: bos_token, eos_token, ..."""
         self._add_missing_tokens(config)
         self._settle(_template_sources(folder, config, chat_template))
@@ -56,8 +62,7 @@ class CheckpointTokenizer:
         if not isinstance(backend := getattr(given, "backend_tokenizer", None), Tokenizer):
             raise ValueError(f"{type(given).__name__}: must be a fast tokenizer, of the library tokenizers")
         self.backend_tokenizer = backend
-        named = {name: getattr(given, name, None) for name in _SPECIAL_NAMES}
-        self.special_tokens = {name: str(token) for name, token in named.items() if token is not None}
+        self.special_tokens = dict(given.special_tokens_map)
         sources = given.chat_template or {}
         self._settle({"default": sources} if isinstance(sources, str) else dict(sources))
         return self
@@ -82,8 +87,9 @@ class CheckpointTokenizer:
         listed = {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
         missing = [AddedToken(**token) for _, token in sorted(listed.items()) if token["content"] not in known]
         self.backend_tokenizer.add_tokens(missing)
-        extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-        named = [*self.special_tokens.values(), *map(_content, extra.values() if isinstance(extra, dict) else extra)]
+        extra = config.get("extra_special_tokens")
+        others = extra if isinstance(extra, list) and extra else config.get("additional_special_tokens") or []
+        named = dict.fromkeys([*self.special_tokens.values(), *map(_content, others)])
         special = {t.content for t in self.backend_tokenizer.get_added_tokens_decoder().values() if t.special}
         added = [AddedToken(name, special=True, normalized=False) for name in named if name not in special]
         self.backend_tokenizer.add_special_tokens(added)

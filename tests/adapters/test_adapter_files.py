@@ -71,7 +71,7 @@ def test_a_digest_is_of_all_bytes(tmp_path: Path) -> None:
         ({"lora_alpha": None}, "lora_alpha"),
         ({"rank_pattern": {"q_proj": "two"}}, "r='two'"),
         ({"rank_pattern": [2]}, "rank_pattern"),
-        ({"target_modules": None}, "target_modules"),
+        ({"target_modules": 3}, "target_modules"),
         ({"target_modules": "(q_proj"}, "(q_proj"),
         ({"layers_to_transform": "0"}, "layers_to_transform"),
         ({"r": 8}, "rank 8"),
@@ -111,10 +111,16 @@ def test_modules_with_other_than_numbers_are_named(half: str, value: float, said
         check_finite(modules_in(save(tmp_path, tensors)), torch.float16)
 
 
+@pytest.mark.parametrize("padding", [0, 3])  # older writers did not pad the header
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_tensors_are_those_of_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tensors_are_those_of_the_file(dtype: torch.dtype, padding: int, tmp_path: Path) -> None:
     tensors = {name: torch.randn(tensor.shape).to(dtype) for name, tensor in (pair(Q) | pair(DOWN)).items()}
-    for module, (a, b, _) in modules_in(save(tmp_path, tensors)).items():
+    file = save(tmp_path, tensors) / "adapter_model.safetensors"
+    raw = file.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = raw[8:end] + b" " * padding
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw[end:])
+    for module, (a, b, _) in modules_in(tmp_path).items():
         for half, found in (("A", a), ("B", b)):
             expected = tensors[f"base_model.model.{module}.lora_{half}.weight"]
             assert found.dtype == dtype and torch.equal(found, expected)
@@ -146,6 +152,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         ({"target_modules": ["proj", "mlp.down_proj"]}, False, True),
         ({"target_modules": r".*\.self_attn\.(q|k)_proj"}, True, False),
         ({"target_modules": "self_attn.q_proj"}, False, False),  # an expression is of the whole name
+        ({"target_modules": None, "target_parameters": ["experts.down_proj"]}, False, False),
         ({"target_modules": "all-linear"}, True, True),
         ({"target_modules": "all-linear", "layers_to_transform": [11]}, False, True),
         ({"target_modules": ["q_proj", "down_proj"], "layers_to_transform": []}, True, True),

@@ -201,7 +201,7 @@ def test_headers_are_held_against_the_configuration(
 
     def metadata(_: str, revision: str | None) -> Any:
         infos = {name: SimpleNamespace(dtype=kinds[one.dtype], shape=list(one.shape)) for name, one in tensors.items()}
-        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=infos)})
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=infos)}, weight_map={})
 
     monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", metadata)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))

@@ -89,6 +89,16 @@ PLAIN: dict[str, Any] = {
     "num_key_value_heads": 8, "max_position_embeddings": 512, "moe_intermediate_size": 32,
     "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
+
+
+def test_factors_of_yarn_that_are_zero_count_as_absent() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    raw = {**PLAIN, "architectures": ["Qwen3ForCausalLM"]}
+    given = [{**yarn, "mscale": 1.0, "mscale_all_dim": 0.0}, {**yarn, "mscale": 0, "mscale_all_dim": 1}, yarn]
+    read = [parse_config({**raw, "rope_scaling": one}) for one in given]
+    assert read[0] == read[1] == read[2]
+
+
 SPARSE = [name for name, family in FAMILIES.items() if family.read.__module__.endswith("moe")]
 
 

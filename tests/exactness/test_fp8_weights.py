@@ -15,7 +15,7 @@ from checkpoints import FILE, change_tensors, make_model, read_json, save, spoil
 from comparing import Expected
 from fp8_checkpoints import BLOCKS, CONFIGS, SHAPE, Definition, by_definition, compressed, quantize, quantized
 from observing import LogitRecorder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from workload import BLOCK, LONGEST, ROOMY, assert_outputs, make_requests, run, tokens_alone
 
 from nanovllm import LLM, SamplingParams
@@ -174,6 +174,24 @@ def test_new_weights_of_experts_may_come_wide_under_names_of_their_own(tmp_path:
         assert [output.token_ids for output in run(llm, REQUESTS)] == [output.token_ids for output in before]
 
 
+@pytest.mark.parametrize(("family", "router"), [("MiniMaxM2", "block_sparse_moe.gate"), ("Qwen3Moe", "mlp.gate")])
+def test_a_router_in_fp8_is_widened(family: str, router: str, tmp_path: Path) -> None:
+    """Models have it in a wide type."""
+    save_experts(family, tmp_path)
+    names = [f"model.layers.{layer}.{router}.weight" for layer in (0, 1)]
+    tensors = load_file(quantize(tmp_path, BLOCKS) / FILE)
+    for name in names:
+        tensors[name], tensors[f"{name}_scale_inv"] = quantized(tensors[name], BLOCKS)
+    save_file(tensors, tmp_path / FILE)
+    with LLM(str(tmp_path), **ROOMY) as llm:
+        before = llm.checksum()
+        for name in names:
+            scales = tensors.pop(f"{name}_scale_inv").repeat_interleave(128, 1)[:, : tensors[name].shape[1]]
+            tensors[name] = tensors[name].float() * scales
+        llm.load_weights(tensors.items())
+        assert llm.checksum() == before
+
+
 def test_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:
     """It widens them where there is no GPU. Its activations are wide then: logits are close, not equal."""
     pytest.importorskip("accelerate")
@@ -242,6 +260,41 @@ def test_fp8_weights_need_a_configuration_that_says_so(folder: Path) -> None:
     change_tensors(folder, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith("scale_inv")])
     with pytest.raises(ValueError, match=r"has type torch.float8_e4m3fn: a quantization_config that says so"):
         LLM(str(folder), **ROOMY).close()
+
+
+def test_scales_of_keys_and_values_are_left_aside(tmp_path: Path) -> None:
+    """Of every kind of checkpoint, under the names that tools have given them."""
+    of_layer = ("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "k_proj.k_scale", "v_proj.output_scale")
+    names = [f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in of_layer]
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    for kind in ("blocks", "channels", None):
+        folder = save(make_model(seed=3, **SHAPE), tmp_path / f"{kind}")
+        if kind is not None:
+            quantize(folder, CONFIGS[kind])
+            raw = read_json(folder / "config.json")
+            quantization = {**raw["quantization_config"], "kv_cache_scheme": scheme}
+            write_json(folder / "config.json", {**raw, "quantization_config": quantization})
+        sums = []
+        for scale in ({}, {name: torch.tensor(0.5) for name in names}):
+            change_tensors(folder, lambda tensors, more=scale: tensors.update(more))
+            with LLM(str(folder), **ROOMY) as llm:
+                sums.append(llm.checksum())
+        assert sums[0] == sums[1], kind
+
+
+def test_a_configuration_under_its_older_name_is_read(intact: Path) -> None:
+    raw = read_json(intact / "config.json")
+    older = {**raw, "compression_config": compressed("channel"), "quantization_config": None}
+    newer = {**raw, "quantization_config": compressed("channel")}
+    assert parse_config(older) == parse_config(newer)
+
+
+@pytest.mark.parametrize("size", [None, 128])
+def test_a_group_of_modelopt_counts_where_there_are_groups(intact: Path, size: int | None) -> None:
+    raw = read_json(intact / "config.json")
+    plain = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    read = [parse_config({**raw, "quantization_config": one}) for one in (plain, {**plain, "group_size": size})]
+    assert read[0] == read[1]
 
 
 REFUSED = [

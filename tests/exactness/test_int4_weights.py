@@ -236,7 +236,7 @@ NO_FIRST = [True] * 3 + [False] * 3
         ("auto-round", {"extra_config": {".*self_attn.*": {"bits": 16}, "lm_head": {"bits": 16}}}, NO_ATTENTION),
         ("auto-round", {"extra_config": {"self_attn\\.[qkvo]_proj$": {"bits": 16}}}, NO_ATTENTION),
         ("auto-round", {"extra_config": {r"^model\.layers\.0": {"bits": 16}}}, NO_FIRST),
-        ("gptq", {"dynamic": {"-:.*layers.0.": {}}}, NO_FIRST),
+        ("gptq", {"dynamic": {"lm_head": {}, "+:.*mlp.*": {"bits": 4}, "-:.*layers.0.": {}}}, NO_FIRST),
         ("compressed-tensors", {"ignore": ["lm_head", "re:.*self_attn.*"]}, NO_ATTENTION),
         ("compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": [r"re:.*\.mlp\."]}}}, NO_ATTENTION),
         ("compressed-tensors", {"config_groups": {"of": {**OF_ALL, "targets": [r"re:.*layers\.1\.", "a"]}}}, NO_FIRST),
@@ -269,6 +269,40 @@ def test_zeros_as_biases_of_layers_that_have_none(folder_of: Callable[[str], Pat
     spoil(folder, "model.layers.1.mlp.down_proj.bias", lambda bias: bias + 1)
     with pytest.raises(ValueError, match=r"1 surplus weight: model.layers.1.mlp.down_proj.bias"):
         LLM(str(folder), **ROOMY)
+
+
+def test_symmetric_zeros_of_gptq_are_8_whichever_way_they_are_written(
+    wide: tuple[Path, dict[str, Quantized]], tmp_path: Path
+) -> None:
+    """GPTQModel has written them as gptq_v2 does into checkpoints that say gptq."""
+    folder, matrices = wide
+    made = {path: quantized(matrix.widened(), GROUP, symmetric=True) for path, matrix in matrices.items()}
+    sums = []
+    for layout in ("gptq", "gptq_v2"):
+        packed = save_packed(folder, tmp_path / layout, made, layout, symmetric=True)
+        config = read_json(packed / "config.json")
+        config["quantization_config"]["checkpoint_format"] = "gptq"
+        write_json(packed / "config.json", config)
+        with LLM(str(packed), **ROOMY) as llm:
+            sums.append(llm.checksum())
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "awq", "gptq", "gptq, in any order"])
+def test_null_counts_as_absent_and_one_group_has_no_order(folder_of: Callable[[str], Path], layout: str) -> None:
+    group = 0 if "order" in layout else GROUP
+    layout = layout.partition(",")[0]
+    raw, found = read_json(folder_of(layout) / "config.json"), config_of(layout, group)
+    nulls: dict[str, Any] = dict.fromkeys(
+        ("desc_act", "lm_head", "checkpoint_format", "dynamic", "version", "zero_point", "kv_cache_scheme")
+    )
+    if layout == "compressed-tensors":
+        weights = {**found["config_groups"]["group_0"]["weights"], "dynamic": None}
+        nulls["config_groups"] = {"group_0": {**found["config_groups"]["group_0"], "weights": weights}}
+    if not group:
+        nulls["desc_act"] = True
+    read = [parse_config({**raw, "quantization_config": one}) for one in (found, {**found, **nulls})]
+    assert read[0] == read[1]
 
 
 SPOILT: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor | None], str]] = {

@@ -116,3 +116,37 @@ def test_tools_write_experts_of_their_own_where_wide_ones_are_stacked(family: st
         with LLM(str(folder), tensor_parallel_size=ranks, **ROOMY) as llm:
             assert llm.engine.model_config.layers[0].precision("experts") is not None
             assert_outputs(run(llm, requests), requests, expected, (family, form, ranks))
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed-tensors", "symmetric"])
+def test_a_packed_router_is_widened(layout: str, tmp_path: Path) -> None:
+    """Tools quantise all linear modules that they are not told to leave, and some a head."""
+    sizes = {**WIDE, "num_experts": 8, "intermediate_size": 96, "vocab_size": 304}
+    case = replace(CASES["qwen3_moe"], entries={**CASES["qwen3_moe"].entries, **sizes})
+    folder = save(make_model(case), case, tmp_path / "wide")
+    layout, symmetric = layout.replace("symmetric", "compressed-tensors"), layout == "symmetric"
+    wide, packed = load_file(folder / FILE), dict[str, torch.Tensor]()
+    for name in [name for name in wide if name.endswith(("proj.weight", ".gate.weight", "lm_head.weight"))]:
+        matrix = quantized(wide[name].numpy(), 32, symmetric)
+        packed |= tensors_of(name.removesuffix(".weight"), matrix, layout, symmetric)
+        wide[name] = torch.from_numpy(matrix.widened())
+    others = {name: tensor for name, tensor in wide.items() if not name.endswith(("proj.weight", ".gate.weight"))}
+    del others["lm_head.weight"]
+    packed |= {**others, "model.layers.0.mlp.gate.bias": torch.zeros(8)}
+    save_file(wide, folder / FILE)
+    made = Path(shutil.copytree(folder, tmp_path / "packed"))
+    save_file({name: tensor.contiguous() for name, tensor in packed.items()}, made / FILE)
+    quantization = {**config_of(layout, 32, symmetric), "lm_head": True, "ignore": []}
+    write_json(made / "config.json", {**read_json(made / "config.json"), "quantization_config": quantization})
+    requests = make_requests(most_tokens=8)[:4]
+    expected = tokens_alone(folder, requests)
+    assert main(["plan", str(made), "-tp", "1", "--dtype", "float32"]) == 0
+    with LLM(str(made), **ROOMY) as llm:
+        assert_outputs(run(llm, requests), requests, expected, layout)
+        before = llm.checksum()
+        llm.load_weights(packed.items())
+        assert llm.checksum() == before
+    scales = next(name for name in packed if name.startswith("model.layers.0.mlp.gate.") and "scale" in name)
+    save_file({**load_file(made / FILE), scales: packed[scales][:1].contiguous()}, made / FILE)
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.gate.weight' comes packed: must be 8 x 64, with scales"):
+        LLM(str(made), **ROOMY)

@@ -166,12 +166,61 @@ def test_both_nestings_and_new_weights_in_the_other_one(tmp_path: Path) -> None:
             assert output.token_ids == best.tolist()
 
 
+@pytest.mark.parametrize("is_older", [True, False])
+def test_a_text_model_may_keep_the_names_of_the_model_around_it(is_older: bool, tmp_path: Path) -> None:
+    """As merged ones are saved, with its encoder or without, in either nesting."""
+    model = make_wrapped("Gemma3")
+    model.save_pretrained(tmp_path)
+    if not is_older:
+        save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    text = {**raw["text_config"], "architectures": ["Gemma3ForCausalLM"]}
+    text["tie_word_embeddings"] = model.config.tie_word_embeddings
+    (tmp_path / "config.json").write_text(json.dumps(text), encoding="utf-8")
+    expect_logits_of_transformers(model, tmp_path)
+
+
+PATTERNS = {
+    "re:.*language_model.*self_attn.*": [True, True, False] * 2,
+    "re:^(?!.*language_model).*$": [False] * 6,
+    r"re:model[.]language_model[.]layers[.]0[.]": [True] * 3 + [False] * 3,
+    r"re:.*layers\.0\.": [True] * 3 + [False] * 3,
+    "*language_model*self_attn*": [True, True, False] * 2,
+    "language_model.model.layers.0*": [True] * 3 + [False] * 3,
+    "model.language_model.layers.0.": [True] * 3 + [False] * 3,
+    "re:.*visual.*": [False] * 6,
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("architecture", ["Qwen3VLForConditionalGeneration", "Qwen3ForCausalLM"])
+def test_lists_of_what_is_not_quantised_may_name_the_whole_path(architecture: str, pattern: str) -> None:
+    text = {**SHAPE, "num_hidden_layers": 2, "model_type": "qwen3_vl_text"}
+    raw = {"text_config": text} if "VL" in architecture else text
+    quantization = {"quant_method": "fp8", "modules_to_not_convert": [pattern]}
+    layers = parse_config({**raw, "architectures": [architecture], "quantization_config": quantization}).layers
+    wide = [layer.precision(part) is None for layer in layers for part in ("qkv", "o", "down")]
+    assert wide == PATTERNS[pattern]
+
+
 def test_the_heads_own_entry_wins_over_the_nested_one_and_a_nested_one_over_none(tmp_path: Path) -> None:
     make_wrapped("Mistral3").save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     nested = {**raw["text_config"], "tie_word_embeddings": True}
     assert not parse_config({**raw, "text_config": nested, "tie_word_embeddings": False}).tie_word_embeddings
     assert parse_config({**raw, "text_config": nested, "tie_word_embeddings": None}).tie_word_embeddings
+
+
+@pytest.mark.parametrize("nested", [{"eos_token_id": 1, "dtype": "float32"}, {"eos_token_id": None, "dtype": None}])
+def test_what_is_said_of_the_whole_wins(nested: dict[str, Any]) -> None:
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "torch_dtype": "float16"}
+    text = {**SHAPE, "model_type": "gemma3_text", **nested}
+    found = parse_config({**whole, "text_config": text})
+    made = transformers.AutoConfig.for_model("gemma3", **{**whole, "text_config": text})
+    assert transformers.GenerationConfig.from_model_config(made).eos_token_id == [*found.eos_token_ids]
+    assert (found.torch_dtype, made.dtype) == ("float16", torch.float16)
+    inner = parse_config({**whole, "eos_token_id": None, "torch_dtype": None, "text_config": text})
+    assert (inner.eos_token_ids, inner.torch_dtype) == (((1,), "float32") if nested["dtype"] else ((), "bfloat16"))
 
 
 @pytest.mark.parametrize("name", ["Qwen2_5_VL", "Glm4v"])

@@ -271,6 +271,35 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         CheckpointTokenizer(tmp_path)
 
 
+OF_FILES: dict[str, dict[str, Any]] = {
+    "by role": {"tokenizer_config.json": {"extra_special_tokens": {"think_token": "<t>", "image": "<i>"}}},
+    "a role of its own": {"tokenizer_config.json": {"image_token": "<i>", "think_token": "<t>"}},
+    "a list beside roles": {
+        "tokenizer_config.json": {"extra_special_tokens": {"think": "<t>"}, "additional_special_tokens": ["<i>", "<t>"]}
+    },
+    "two lists": {"tokenizer_config.json": {"extra_special_tokens": ["<t>"], "additional_special_tokens": ["<i>"]}},
+    "a file of their own": {"added_tokens.json": {"<i>": 1031, "<t>": 1030}},
+    "its roles apart": {"added_tokens.json": {"<t>": 1030}, "special_tokens_map.json": {"think_token": "<t>"}},
+}
+
+
+@pytest.mark.parametrize("name", OF_FILES)
+def test_tokens_that_files_name_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path / "tokenizer.json")
+    source = "{{ think_token }}|{{ image }}{{ image_token }}|{{ messages[0].content }}"
+    files = {"tokenizer_config.json": {}, **OF_FILES[name]}
+    files["tokenizer_config.json"] |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": source}
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content), encoding="utf-8")
+    ours, theirs = CheckpointTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = theirs.encode("one<t> two<i>")
+    assert ours.encode("one<t> two<i>") == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    chat = user("hi")
+    for one in (ours, CheckpointTokenizer.of_transformers(theirs)):
+        assert one.render_chat(chat) == theirs.apply_chat_template(chat, tokenize=False)
+
+
 OF_IMAGES = (
     "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] %}{% if part['type'] == 'text' %}"
     "{{ part['text'] }}{% else %}<image>{% endif %}{% endfor %};{% endfor %}"
