@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed, as by some daemons: the new one gets its number, also in our children
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
             os.set_inheritable(getattr(sys, name).fileno(), True)
-    if isinstance(sys.stdout, TextIOWrapper):  # a model may say what a terminal, or its locale, does not have
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.encoding.lower() != "utf-8":  # a model may say anything
         sys.stdout.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0].startswith("-"):
