@@ -217,7 +217,9 @@ class EngineConfig:
             holds, bound = entry.metadata.get("bound", FLAG)
             _require(holds(value), name, value, bound)
             if holds is _is_path:
-                object.__setattr__(self, name, str(value))
+                path = str(value)
+                _require(path == path.encode(errors="ignore").decode(), name, path, "in UTF-8")
+                object.__setattr__(self, name, path)
         if self.model == DEMO_MODEL and not os.path.isdir(DEMO_MODEL):
             object.__setattr__(self, "model", os.path.realpath(os.path.join(os.path.dirname(__file__), "demo_model")))
         if self.speculative_config is not None:

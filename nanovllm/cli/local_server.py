@@ -24,6 +24,8 @@ from nanovllm.processes.child import LEFT_TO_PARENT, end, start_linked
 
 _POLL = 0.05  # seconds between two looks at /health
 _EXIT_PATIENCE = 15.0
+_LONGEST_FOLDER = 80
+"""Bytes of TMPDIR's path: with the names below it, that of a socket has at most 107."""
 
 
 class LocalServer:
@@ -31,7 +33,8 @@ class LocalServer:
 
     def __init__(self, model: str, engine_options: dict[str, Any], options: Mapping[str, Any] = {}) -> None:
         """options: more of ServeOptions, in JSON's types."""
-        self._folder = Path(tempfile.mkdtemp(prefix="nanovllm-"))
+        fits = len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_FOLDER
+        self._folder = Path(tempfile.mkdtemp(prefix="nanovllm-", dir=None if fits else "/tmp"))
         self._log = self._folder / "log"
         uds = str(self._folder / "socket")
         self.url = f"unix:{uds}"

@@ -3,6 +3,7 @@
 A TCPStore would answer every user of this machine, and who writes to it chooses where activations go.
 """
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,13 +11,17 @@ from datetime import timedelta
 import torch.distributed as dist
 
 _TIMEOUT = timedelta(seconds=300)  # for what is set late, but by a rank that lives
+_OPEN_FILES = "/proc/self/fd"
 _LOOK_INTERVAL = 0.01  # seconds between looks at the store: everybody is about to arrive
 
 
 def open_store(fd: int) -> dist.FileStore:
     """Opens the store in an inherited file. It opens the file again for each access, by number: drop it before the
     number is closed, or it would find another file there."""
-    return dist.FileStore(f"/proc/self/fd/{fd}", -1)
+    path = f"{_OPEN_FILES}/{fd}"
+    if not os.path.exists(path):  # torch would wait for it for minutes
+        raise OSError("tensor_parallel_size: several ranks need /proc, which is not mounted here")
+    return dist.FileStore(path, -1)
 
 
 class WatchedStore(dist.Store):

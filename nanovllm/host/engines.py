@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.host import wire
 from nanovllm.host.fleet import Fleet
 from nanovllm.host.frame_reader import FrameReader
-from nanovllm.host.handle import EXIT_GRACE, SILENCE, Handle, Lost
+from nanovllm.host.handle import EXIT_GRACE, SILENCE, START_SILENCE, Handle, Lost
 
 _LOOK_SECONDS = 1.0  # between two looks for silent engines
 _AWAY_SECONDS = 5.0  # between two checks: an owner that was away so long cannot tell who was silent
@@ -133,11 +133,12 @@ class Engines:
     def _check_silence(self) -> None:
         now = time.monotonic()
         away, self._last_look = now - self._last_look > _AWAY_SECONDS, now
+        limit = START_SILENCE if self.fleet is None else SILENCE
         for handle in self.all:
             if away:
                 handle.reset_silence()
-            elif handle.silent_for() > SILENCE:
-                handle.give_up(f"gave no sign of life for {SILENCE:.0f} s")
+            elif handle.silent_for() > limit:
+                handle.give_up(f"gave no sign of life for {limit:.0f} s")
 
     def close(self, patience: float = EXIT_GRACE) -> None:
         """Ends all engines within `patience` seconds, and releases the Ray cluster."""

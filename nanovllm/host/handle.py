@@ -21,8 +21,9 @@ from nanovllm.processes.framing import READ_BYTES, FrameBuffer
 MODULE = "nanovllm.host.program"
 """Module that an engine's process runs. Benchmarks replace it by a simulator."""
 SILENCE = 60.0
-"""Seconds without a sign of life after which an engine is given up. One is due every second, but importing libraries
-can keep a process from sending it for a long time."""
+"""Seconds without a sign of life after which an engine is given up. One is due every second."""
+START_SILENCE = 300.0
+"""The same while engines start: loading a library from a slow disk holds the interpreter, which sends nothing."""
 END_SECONDS = 0.01
 """Seconds between two looks at an engine that `is_ending`."""
 EXIT_GRACE = 6.0

@@ -17,6 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
 from nanovllm.host import wire
 from nanovllm.host.handle import Handle
+from nanovllm.processes.child import import_path
 from nanovllm.version import __version__
 
 _ANSWER_SECONDS = 20.0  # for a cluster to answer
@@ -117,7 +118,7 @@ def _require_answer(address: str) -> None:
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS / 4).close()
         command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check", "--address", address]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        environment = {**os.environ, "PYTHONPATH": import_path()}
         done = subprocess.run(command, env=environment, timeout=_ANSWER_SECONDS, capture_output=True)
     except (OSError, OverflowError, subprocess.TimeoutExpired):
         refuse("ray_address", address, bound)

@@ -50,7 +50,7 @@ def fetch(model: str, patterns: Iterable[str], revision: str | None = None, down
         raise FileNotFoundError(f"model={model!r}: {why}") from error
     except RevisionNotFoundError as error:
         raise FileNotFoundError(f"model={model!r}: its repository has no revision={revision!r}") from error
-    except (OSError, ValueError) as error:
+    except Exception as error:  # also what its HTTP client and its downloader in Rust raise
         raise FileNotFoundError(f"model={model!r}: no such folder, and not from the hub: {short(error)}") from error
 
 
@@ -63,7 +63,7 @@ def _names(model: str, folder: Path) -> list[str]:
 
     try:
         return here + HfApi().list_repo_files(model)
-    except (OSError, ValueError):
+    except Exception:
         return here
 
 

@@ -32,15 +32,16 @@ class HostMemory:
         counters = mmap.PAGESIZE
         nbytes = counters + 2 * size * SLOT
         keys = [f"host memory of {each}" for each in range(size)]
-        if rank == 0:
+        maker = size - 1  # not rank 0: a user's program that was root once has files that no other process may open
+        if rank == maker:
             file = os.memfd_create("nanovllm-ranks")
             os.truncate(file, nbytes)
-            store.set(keys[0], f"/proc/{os.getpid()}/fd/{file}")
+            store.set(keys[maker], f"/proc/{os.getpid()}/fd/{file}")
         else:
-            file = os.open(store.get(keys[0]).decode(), os.O_RDWR)
+            file = os.open(store.get(keys[maker]).decode(), os.O_RDWR)
         try:
             memory = mmap.mmap(file, nbytes)
-            if rank == 0:
+            if rank == maker:
                 store.wait(keys)
             else:
                 store.set(keys[rank], "mapped")

@@ -24,13 +24,22 @@ def forbid_multicast() -> None:
     os.environ.update(MULTICAST_OFF)
 
 
+def import_path() -> str:
+    """PYTHONPATH of a new interpreter with this one's import path. Raises OSError in a folder that has been deleted,
+    where neither Python nor torch work."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise OSError("the working folder has been deleted: start in another one") from None
+    # Like the import system, this ignores entries of sys.path that are no strings.
+    return os.pathsep.join(path or here for path in sys.path if isinstance(path, str))
+
+
 def start_python(module: str, *args: str, pass_fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     """Runs a module in a new interpreter with this one's import path."""
     # -P: the current folder must not shadow modules that it does not shadow here.
     command = [sys.executable, "-P", "-m", module, *args]
-    # Like the import system, this ignores entries of sys.path that are no strings.
-    folders = [path or os.getcwd() for path in sys.path if isinstance(path, str)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    environment = {**os.environ, "PYTHONPATH": import_path()}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENT)  # inherited
     try:
         # A session of its own: Ctrl-C in a terminal reaches only the caller, who then ends its children.

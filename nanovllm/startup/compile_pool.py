@@ -177,4 +177,4 @@ def _triton_cache_dir() -> Path:
     """Triton's cache folder (asking Triton itself would cost an import)."""
     if folder := os.environ.get("TRITON_CACHE_DIR"):
         return Path(folder)
-    return Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache"
+    return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~")) / ".triton" / "cache"

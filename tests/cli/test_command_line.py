@@ -160,6 +160,12 @@ def test_closed_streams_are_empty_ones() -> None:
         assert done.stdout.endswith("2\n") and said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_terminal_without_unicode_gets_the_rest() -> None:
+    code = "from nanovllm.cli.main import main; main([]); print('caf\\xe9 \\u65e5')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={"PYTHONIOENCODING": "latin-1"})
+    assert done.stdout == b"caf\xe9 \\u65e5\n", done.stderr
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "options.yaml"

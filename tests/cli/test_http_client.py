@@ -80,6 +80,23 @@ def test_a_server_whose_command_is_killed_at_its_start_leaves_nothing(tmp_path: 
     wait_for(lambda: not list((tmp_path / "temporary").iterdir()), "end of its folder", 10)
 
 
+def test_a_server_of_a_command_whose_folder_for_temporary_files_has_a_long_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket's path has at most 107 bytes."""
+    long = tmp_path / ("a" * 107)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    server = local_server.LocalServer("none", {})
+    try:
+        path = server.url.removeprefix("unix:")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path + "-of-a-test")
+    finally:
+        server.close()
+    assert not list(long.iterdir()) and not Path(path).parent.exists()
+
+
 @pytest.mark.parametrize("is_started", [False, True])
 def test_a_command_that_cannot_say_what_to_serve_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_started: bool

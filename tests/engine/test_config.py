@@ -60,6 +60,7 @@ BAD_OPTIONS = [
     *[("hf_overrides", value, "a dict of config.json entries") for value in (None, "{}", [("a", 1)])],
     *[("disable", value, "names of optimisations") for value in (None, 3, ["pdl", 3])],
     *[("model", value, "a path or hub id") for value in ("", None, 3)],
+    *[(name, "/caf\udce9", "in UTF-8") for name in ("model", "tokenizer", "download_dir")],
 ]
 
 

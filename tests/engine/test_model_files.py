@@ -161,6 +161,9 @@ def test_a_file_of_gguf_is_named(tmp_path: Path) -> None:
     ("error", "message"),
     [
         (OSError("no connection\nfurther lines\nTraceback ..."), "the hub: no connection further lines$"),
+        (ImportError("Using SOCKS proxy, but ..."), "the hub: Using SOCKS proxy, but"),
+        (RuntimeError("Data processing error"), "the hub: Data processing error"),
+        (Exception("closed by its peer"), "the hub: closed by its peer"),
         (GatedRepoError, "accepted its terms there: do so, and set HF_TOKEN$"),
         (RepositoryNotFoundError, "the hub has no such model, or a private one"),
         (RevisionNotFoundError, "its repository has no revision=None"),

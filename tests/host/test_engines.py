@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -59,9 +60,21 @@ def test_an_engine_may_return_with_less_room(
     assert bool(second.send.called) != is_given_up
 
 
+def test_an_engine_may_be_silent_for_longer_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading a library from a slow disk holds its interpreter, which then sends no sign of life."""
+    monkeypatch.setattr(module, "Handle", partial(idle, silent_for=lambda: 200.0))
+    engines = Engines("model", {"data_parallel_size": 2})
+    engines._check_silence()
+    assert not any(handle.give_up.called for handle in engines.all)
+    for handle in engines.all:
+        take(engines, handle, wire.Ready({**INFO, "num_kv_tokens": 1024}))
+    engines._check_silence()
+    assert all(handle.give_up.called for handle in engines.all)
+
+
 def test_an_engine_that_is_silent_while_it_starts_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.host.handle.MODULE", "echo_engine")  # it says nothing of itself
-    monkeypatch.setattr(module, "SILENCE", 0.5)
+    monkeypatch.setattr(module, "START_SILENCE", 0.5)
     engines = Engines("model", {"data_parallel_size": 2})
     try:
         with pytest.raises(ReplicaError, match="could not start: gave no sign of life for"):

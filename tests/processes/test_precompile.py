@@ -287,6 +287,14 @@ def test_stamp_stands_for_build_options_and_cache_folder(tmp_path: Path, monkeyp
     assert stamp_path(CONFIG, MODEL) != stamp
 
 
+def test_a_user_without_a_home_has_the_cache_that_triton_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+    for name in ("HOME", "TRITON_HOME", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert stamp_path(CONFIG, MODEL).parent == Path("~/.triton/cache")
+
+
 def test_nothing_is_started_where_there_is_nothing_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
     monkeypatch.setattr(precompile, "KernelCompiler", lambda count, stamp: started.append(count))
