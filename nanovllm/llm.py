@@ -198,7 +198,7 @@ class LLM(Embedding, Adapters):
                     if not self.engine.has_unfinished_requests():
                         break  # another thread's generate() has taken the last results in for us
                     self._turns.dispatch(self.engine.step())
-                    unfinished -= self._turns.ended
+                    unfinished -= self._turns.take_ended(unfinished)
                 progress.update(len(request_ids) - len(unfinished))
                 if self.is_paused and unfinished:
                     self.engine.wait_for_work(_PAUSE_LOOK)

@@ -50,7 +50,8 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
     def __init__(self, engine: "Engine", total: int, enabled: bool) -> None:
         self._engine = engine
         hidden = not (enabled and total) or sys.stderr is None  # as in a program whose standard error is closed
-        self._bar = tqdm(total=total, desc="Generating", unit="req", disable=hidden, dynamic_ncols=True)
+        chosen = {"disable": True} if hidden else {}  # else as the environment says (TQDM_DISABLE)
+        self._bar = tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True, **chosen)
         self._prefill, self._decode = engine.computed
 
     def update(self, finished: int) -> None:
