@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from nanovllm.adapters import LoRARequest
 from nanovllm.engine.embeddings import pooling_of, stacked
-from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt
+from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt, behind
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import EngineAsleep, WeightsIncomplete
 from nanovllm.llm import LLM
@@ -56,8 +56,8 @@ class AsyncLLM:
     """A model shared by asyncio tasks. A thread steps the engine; starting, tokenizing and chat templates run in
     threads too, so that the event loop never waits for them.
 
-    Use it in an `async with`, or call close(). Requests may come from several event loops. Where nobody has it or one of
-    its iterators any more, it lets go of its LLM.
+    Use it in an `async with`, or call close(). Requests may come from several event loops. It lets go of its LLM
+    where nobody has it, or an iterator of it, any more.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -134,8 +134,7 @@ class AsyncLLM:
     ) -> "np.ndarray":
         """Embedding of a prompt, float32 [dimensions]; see LLM.embed."""
         before = pooling_of(self.llm.model_config, dimensions).prompt(prompt_name)
-        given = before + prompt if isinstance(prompt, str) else prompt
-        [last] = [delta async for delta in self.generate(given, SamplingParams(max_tokens=0))]
+        [last] = [delta async for delta in self.generate(behind(before, prompt), SamplingParams(max_tokens=0))]
         return stacked([last.pooled], dimensions, self.llm.model_config)[0]
 
     async def close(self) -> None:
