@@ -73,7 +73,7 @@ class AsyncLLM:
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._pool = ThreadPoolExecutor(thread_name_prefix="nanovllm-async")
-        """Not the event loop's threads: the caller's own work there may wait for requests."""
+        """Threads besides the event loop's own, where a caller's work may wait for requests."""
         run = partial(_step_until_closed, llm, weakref.ref(self))
         self._thread = threading.Thread(target=run, name="nanovllm-async", daemon=True)
         self._thread.start()

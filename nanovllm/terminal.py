@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """What has come between two steps."""
+    """Signals that have come and wait for the end of a step."""
 
     has_come = False
     """Whether Ctrl-C has."""

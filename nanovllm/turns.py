@@ -60,8 +60,8 @@ class Turns:
                         return end.value
 
     def take_ended(self, unfinished: set[int]) -> set[int]:
-        """Those of a generate()'s unfinished requests that have ended: once each, so that a step takes as long however
-        many of a batch have. With the lock."""
+        """Takes out those of a generate()'s unfinished requests that have ended: once each, so that a step takes as
+        long however many of a batch have. With the lock."""
         found = unfinished & self.ended
         self.ended -= found
         return found
