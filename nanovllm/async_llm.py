@@ -3,15 +3,17 @@
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from nanovllm.adapters import LoRARequest
 from nanovllm.engine.embeddings import pooling_of, stacked
-from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt
+from nanovllm.engine.inputs import GivenPrompt, as_chats, as_prompt, behind
 from nanovllm.engine.prompt import Prompt
 from nanovllm.errors import EngineAsleep, WeightsIncomplete
 from nanovllm.llm import LLM
@@ -54,7 +56,8 @@ class AsyncLLM:
     """A model shared by asyncio tasks. A thread steps the engine; starting, tokenizing and chat templates run in
     threads too, so that the event loop never waits for them.
 
-    Use it in an `async with`, or call close(). Requests may come from several event loops.
+    Use it in an `async with`, or call close(). Requests may come from several event loops. It lets go of its LLM
+    where nobody has it, or an iterator of it, any more.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -69,7 +72,10 @@ class AsyncLLM:
         """Outputs of requests without a stream, kept while requests are being added."""
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._step_until_closed, name="nanovllm-async", daemon=True)
+        self._pool = ThreadPoolExecutor(thread_name_prefix="nanovllm-async")
+        """Threads besides the event loop's own, where a caller's work may wait for requests."""
+        run = partial(_step_until_closed, llm, weakref.ref(self))
+        self._thread = threading.Thread(target=run, name="nanovllm-async", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -128,8 +134,7 @@ class AsyncLLM:
     ) -> "np.ndarray":
         """Embedding of a prompt, float32 [dimensions]; see LLM.embed."""
         before = pooling_of(self.llm.model_config, dimensions).prompt(prompt_name)
-        given = before + prompt if isinstance(prompt, str) else prompt
-        [last] = [delta async for delta in self.generate(given, SamplingParams(max_tokens=0))]
+        [last] = [delta async for delta in self.generate(behind(before, prompt), SamplingParams(max_tokens=0))]
         return stacked([last.pooled], dimensions, self.llm.model_config)[0]
 
     async def close(self) -> None:
@@ -139,7 +144,7 @@ class AsyncLLM:
             self.llm.close()
             self._thread.join()
 
-        await asyncio.to_thread(end)
+        await self._in_thread(end)
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,7 +155,7 @@ class AsyncLLM:
     async def _in_thread(self, work: Callable[[], T], undo: Callable[[T], None] = lambda _: None) -> T:
         """Runs `work` in a thread and returns its result. If the caller is cancelled meanwhile, `undo` gets the
         result."""
-        task = asyncio.get_running_loop().run_in_executor(None, work)
+        task = asyncio.get_running_loop().run_in_executor(self._pool, work)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -187,20 +192,12 @@ class AsyncLLM:
             if stream is not None and self._failure is None:
                 self.llm.abort(number)
 
-    def _step_until_closed(self) -> None:
-        try:
-            while True:
-                if self.llm.wait_for_work(_LOOK_SECONDS):
-                    try:
-                        self._hand_out(self.llm.step())
-                    except (EngineAsleep, WeightsIncomplete):  # requests wait
-                        time.sleep(_LOOK_AGAIN_SECONDS)
-        except BaseException as error:  # of a failed or closed engine: every request raises it
-            with self._lock:
-                self._failure = error
-                for stream in self._streams.values():
-                    _call(stream.loop, stream.outputs.put_nowait, error)
-            self.llm.close()
+    def _fail(self, error: BaseException) -> None:
+        """Lets every request raise the error by which the engine ended."""
+        with self._lock:
+            self._failure = error
+            for stream in self._streams.values():
+                _call(stream.loop, stream.outputs.put_nowait, error)
 
     def _hand_out(self, step: list[StepOutput]) -> None:
         """Hands outputs to their streams, with one callback for each event loop."""
@@ -214,7 +211,9 @@ class AsyncLLM:
                 elif self._num_adding:
                     self._early.setdefault(output.request_id, []).append(output)
         for loop, outputs in gained.items():
-            _call(loop, _deliver, outputs)
+            if not _call(loop, _deliver, outputs):
+                for _, output in outputs:
+                    self._drop(output.request_id)
 
     def _text(self, params: SamplingParams, prompt: Prompt) -> VisibleText | None:
         tokenizer = self.llm.engine.tokenizer
@@ -253,7 +252,30 @@ def _deliver(outputs: list[tuple[_Stream, StepOutput]]) -> None:
         stream.outputs.put_nowait(output)
 
 
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: Any) -> None:
-    """Calls a function in the thread of an event loop. From any thread."""
-    with suppress(RuntimeError):  # the loop is closed: nobody listens
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], argument: Any) -> bool:
+    """Calls a function in the thread of an event loop. From any thread. Returns False where the loop is closed: nobody
+    listens."""
+    try:
         loop.call_soon_threadsafe(function, argument)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _step_until_closed(llm: LLM, owner_of: "weakref.ref[AsyncLLM]") -> None:
+    """Steps for an AsyncLLM, which it does not keep alive."""
+    try:
+        while True:
+            has_work = llm.wait_for_work(_LOOK_SECONDS)
+            if (owner := owner_of()) is None:
+                return
+            if has_work:
+                try:
+                    owner._hand_out(llm.step())
+                except (EngineAsleep, WeightsIncomplete):  # requests wait
+                    time.sleep(_LOOK_AGAIN_SECONDS)
+            del owner
+    except BaseException as error:  # of a failed or closed engine: every request raises it
+        if (owner := owner_of()) is not None:
+            owner._fail(error)
+        llm.close()

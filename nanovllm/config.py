@@ -235,9 +235,9 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str, **options: Any) -> "EngineConfig":
-        """EngineConfig(model, **options), vLLM's names among them. Raises TypeError naming an unknown option and its
-        nearest known one."""
-        options = translated(options)
+        """EngineConfig(model, **options), vLLM's names among them; None, as wrappers pass what is left open, is the
+        default. Raises TypeError naming an unknown option and its nearest known one."""
+        options = {name: value for name, value in translated(options).items() if value is not None}
         require_known("LLM", "option", options, cls.__dataclass_fields__)
         return cls(model, **options)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.embeddings import pooling_of, stacked
-from nanovllm.engine.inputs import GivenPrompt, as_batch
+from nanovllm.engine.inputs import GivenPrompt, as_batch, behind
 from nanovllm.engine.protocol import Engine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ class Embedding:
         the one put before each text; default: the model's own default. Raises ValueError as `generate` does.
         """
         before = pooling_of(self.engine.model_config, dimensions).prompt(prompt_name)
-        given = [before + each if isinstance(each, str) else each for each in as_batch(prompts)]
+        given = [behind(before, each) for each in as_batch(prompts)]
         outputs = self.generate(given, SamplingParams(max_tokens=0), use_tqdm)
         return stacked((output.pooled for output in outputs), dimensions, self.engine.model_config)
 
@@ -45,9 +45,9 @@ class Embedding:
         probability of "yes" against "no". `instruction`: what is asked of a document; default: the model card's.
         Raises ValueError as `generate` does."""
         reranker = self.engine.tokenizer.own.reranker
-        pairs = paired(queries, documents)
+        params, pairs = reranker.params(self.engine.config.max_logprobs), paired(queries, documents)
         prompts: list[GivenPrompt] = [reranker.encode(*pair, instruction) for pair in pairs]
-        outputs = self.generate(prompts, SamplingParams(**reranker.params), use_tqdm)
+        outputs = self.generate(prompts, SamplingParams(**params), use_tqdm)
         found = [each[0] for output in outputs if (each := output.outputs[0].logprobs)]
         if len(found) < len(outputs):
             raise RuntimeError("score: a request was aborted")

@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import MISSING, field
 from itertools import islice
+from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard
 
 MAX_SHOWN = 200
@@ -86,6 +87,13 @@ def require_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         found = f"found {text[error.start]!r} at {error.start}"
         raise ValueError(f"text: must not hold half a surrogate pair alone, {found}") from None
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's, from an array of lengths say, as Python's own; anything else as it is."""
+    if value is None or isinstance(value, (int, float, tuple, list)) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def is_integer(value: Any) -> TypeGuard[int]:

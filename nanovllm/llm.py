@@ -193,12 +193,12 @@ class LLM(Embedding, Adapters):
         unfinished = set(request_ids)
         frozen = frozen_objects() if len(request_ids) >= _MANY else nullcontext()
         with frozen, ProgressBar(self.engine, len(request_ids), use_tqdm) as progress:
-            while unfinished and not interrupt.has_come:
+            while unfinished and not interrupt.comes():
                 with self._turns.step_lock:
                     if not self.engine.has_unfinished_requests():
                         break  # another thread's generate() has taken the last results in for us
                     self._turns.dispatch(self.engine.step())
-                    unfinished -= self._turns.ended
+                    unfinished -= self._turns.take_ended(unfinished)
                 progress.update(len(request_ids) - len(unfinished))
                 if self.is_paused and unfinished:
                     self.engine.wait_for_work(_PAUSE_LOOK)
@@ -238,7 +238,7 @@ class LLM(Embedding, Adapters):
                     self._turns.dispatch(self.engine.step())
                 gained, self._turns.foreign = self._turns.foreign, gained
             return gained
-        except KeyboardInterrupt:
+        except BaseException:
             with interrupt_between_steps(), self._turns.step_lock:
                 self._turns.foreign[:0] = gained  # they did not reach the caller: the next call hands them out
             raise

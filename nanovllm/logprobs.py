@@ -137,6 +137,14 @@ class KeptIds(Sequence[np.ndarray | None]):
             return None
         return np.unpackbits(line.view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, KeptIds):
+            return NotImplemented
+        own, others = ([line is None or line.tobytes() for line in each._lines] for each in (self, other))
+        return own == others
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 def id_bits(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """int32 words in which bit i % 32 of word i // 32 says whether id i is among these."""

@@ -8,10 +8,21 @@ temperature, min_p, top_k, top_p, then sampling.
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import islice
-from numbers import Integral, Real
 from typing import Any, NoReturn
 
-from nanovllm.errors import FLAG, SHARE, Bound, integer, is_integer, is_number, one_of, option, refuse, require_known
+from nanovllm.errors import (
+    FLAG,
+    SHARE,
+    Bound,
+    integer,
+    is_integer,
+    is_number,
+    one_of,
+    option,
+    plain,
+    refuse,
+    require_known,
+)  # fmt: skip
 
 MAX_FLOAT32 = 3.4e38
 MAX_BIAS = 100.0
@@ -39,13 +50,6 @@ def _items(name: str, value: Any, most: int, what: str) -> tuple[Any, ...]:
     if len(items) > most:
         raise ValueError(f"SamplingParams.{name}: must have at most {most} entries")
     return items
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy's, from an array of lengths say, as Python's own; anything else as it is."""
-    if value is None or isinstance(value, (int, float, tuple, list)) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
 
 
 @dataclass(frozen=True)
@@ -193,11 +197,11 @@ class SamplingParams:
         defaults = SamplingParams.__dict__
         given = {name: value for name, value in vars(self).items() if value is not defaults.get(name)}
         for name, value in given.items():
-            if (plain := _plain(value)) is not value:
-                object.__setattr__(self, name, plain)
+            if (number := plain(value)) is not value:
+                object.__setattr__(self, name, number)
             holds, bound = _BOUNDS.get(name, (None, ""))
-            if holds is not None and not holds(plain):
-                _refuse(name, plain, bound)
+            if holds is not None and not holds(number):
+                _refuse(name, number, bound)
         self._check_lists(given)
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", StructuredOutput(**self.structured_outputs))
@@ -232,7 +236,7 @@ class SamplingParams:
         ids = () if given is None else _items(name, given, most, bound)
         if set(map(type, ids)) <= {int} and min(ids, default=0) >= 0:  # in a fraction of the time of the rest
             return ids
-        ids = tuple(map(_plain, ids))
+        ids = tuple(map(plain, ids))
         if not all(is_integer(one) and one >= 0 for one in ids):
             _refuse(name, ids, bound)
         return ids
@@ -244,7 +248,7 @@ class SamplingParams:
         copy: dict[int, float] = {}
         for token_id in _items("logit_bias", bias, MAX_IDS, "a dict"):
             in_json = isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 20
-            number, value = int(token_id) if in_json else _plain(token_id), _plain(bias[token_id])
+            number, value = int(token_id) if in_json else plain(token_id), plain(bias[token_id])
             if not is_integer(number) or number < 0:
                 _refuse("logit_bias", {token_id: value}, "a dict whose keys are token ids")
             if not is_number(value) or abs(value) > MAX_BIAS:

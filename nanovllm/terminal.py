@@ -3,8 +3,9 @@
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -14,31 +15,46 @@ if TYPE_CHECKING:
 
 
 class Interrupt:
-    """Whether Ctrl-C has come."""
+    """Signals that have come and wait for the end of a step."""
 
     has_come = False
+    """Whether Ctrl-C has."""
+    _alarm: Callable[[], object] | None = None
+
+    def comes(self) -> bool:
+        """Lets an alarm in, whose handler may raise; returns whether Ctrl-C has come."""
+        alarm, self._alarm = self._alarm, None
+        if alarm is not None:
+            alarm()
+        return self.has_come
+
+    def note(self, handler: Callable[..., object], number: int, frame: Any) -> None:
+        """Takes a signal in place of its handler, once."""
+        if number == signal.SIGALRM:
+            self._alarm = partial(handler, number, frame)
+        else:
+            self.has_come = True
+            signal.signal(number, handler)
 
 
 @contextmanager
 def interrupt_between_steps() -> Iterator[Interrupt]:
-    """Context in which Ctrl-C is noted, so that it cuts no step in half, and interrupts at the end; a second Ctrl-C
-    interrupts at once."""
-    interrupt = Interrupt()
-    in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield interrupt
-        return
-
-    def note(number: int, frame: Any) -> None:
-        interrupt.has_come = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    signal.signal(signal.SIGINT, note)
+    """Context in which Ctrl-C is noted, and an alarm, of which a program's handler makes a timeout, so that they cut
+    no step in half, and take effect at the end; a second Ctrl-C interrupts at once."""
+    interrupt, handlers = Interrupt(), {}
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            handlers[signal.SIGINT] = signal.default_int_handler
+        if callable(alarm := signal.getsignal(signal.SIGALRM)):
+            handlers[signal.SIGALRM] = alarm
     try:
+        for number, handler in handlers.items():
+            signal.signal(number, partial(interrupt.note, handler))
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupt.has_come:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if interrupt.comes():
         raise KeyboardInterrupt
 
 
@@ -50,7 +66,8 @@ class ProgressBar(AbstractContextManager["ProgressBar"]):
     def __init__(self, engine: "Engine", total: int, enabled: bool) -> None:
         self._engine = engine
         hidden = not (enabled and total) or sys.stderr is None  # as in a program whose standard error is closed
-        self._bar = tqdm(total=total, desc="Generating", unit="req", disable=hidden, dynamic_ncols=True)
+        chosen = {"disable": True} if hidden else {}  # else as the environment says (TQDM_DISABLE)
+        self._bar = tqdm(total=total, desc="Generating", unit="req", dynamic_ncols=True, **chosen)
         self._prefill, self._decode = engine.computed
 
     def update(self, finished: int) -> None:

@@ -28,7 +28,7 @@ class Turns:
         self.generating: set[int] = set()
         """Numbers of the rows of all requests of generate()."""
         self.ended: set[int] = set()
-        """Requests of generate() whose completions have all ended, until their generate() returns."""
+        """Requests of generate() whose completions have all ended, until their generate() takes them."""
         # Interpreter exit must not depend on when the owner is collected, nor keep it alive until then.
         self.close = weakref.finalize(owner, _close, engine, self.step_lock)
         self.close.atexit = True
@@ -58,6 +58,13 @@ class Turns:
                     except StopIteration as end:
                         self.dispatch(self.engine.take_unreported())
                         return end.value
+
+    def take_ended(self, unfinished: set[int]) -> set[int]:
+        """Takes out those of a generate()'s unfinished requests that have ended: once each, so that a step takes as
+        long however many of a batch have. With the lock."""
+        found = unfinished & self.ended
+        self.ended -= found
+        return found
 
     def dispatch(self, gained: Step) -> None:
         """Keeps the outputs of add_request's requests for step(), and drops those that have ended; notes which requests

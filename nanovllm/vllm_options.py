@@ -7,7 +7,7 @@ all of it.
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.errors import shown
+from nanovllm.errors import plain, shown
 
 RENAMED = {
     "block_size": "kvcache_block_size",
@@ -85,5 +85,6 @@ def translated(
         known = RENAMED.get(name, name)
         if known != name and known in options:
             raise ValueError(f"{name}: is {known}, which is given too")
+        value = str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else plain(value)
         ours[known] = values.get(known, {}).get(value, value) if isinstance(value, str) else value
     return ours

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,38 @@ def test_requests_hear_of_the_engines_end(end: str, monkeypatch: pytest.MonkeyPa
         await llm.close()
 
     asyncio.run(run())
+
+
+def test_threads_of_the_event_loop_may_all_wait_for_requests(engine: AsyncLLM) -> None:
+    """As those of rewards that ask the model: it needs none of them."""
+
+    async def run() -> list[Any]:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(2))
+
+        def ask() -> Any:
+            return asyncio.run_coroutine_threadsafe(whole(engine.generate("A story", PARAMS[0])), loop).result(20)
+
+        return await asyncio.gather(*(asyncio.to_thread(ask) for _ in range(4)))
+
+    assert len(asyncio.run(run())) == 4
+
+
+def test_requests_of_an_event_loop_that_is_closed_are_aborted(engine: AsyncLLM) -> None:
+    aborted = engine.llm.stats().finished.get("abort", 0)
+    loop = asyncio.new_event_loop()
+    deltas = engine.generate("A story", LONG)
+    loop.run_until_complete(anext(deltas))
+    loop.close()
+    asyncio.run(until(lambda: not engine.llm.has_unfinished_requests()))
+    assert engine.llm.stats().finished.get("abort", 0) == aborted + 1 and not engine._streams
+
+
+def test_an_engine_that_nobody_has_any_more_ends() -> None:
+    llm = LLM(DEMO, **OPTIONS)
+    end, engine = llm._turns.close, AsyncLLM(llm)
+    del llm
+    asyncio.run(whole(engine.generate("A story", PARAMS[0])))
+    assert end.alive
+    del engine
+    asyncio.run(until(lambda: not end.alive))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,7 +100,7 @@ def test_prompts_up_to_the_bound_are_served() -> None:
 
 @pytest.mark.parametrize(
     "prompts",
-    [5, None, b"bytes", {"a", "b"}, [b"bytes"], [{"prompt": None}], [None], [5, "text"]],
+    [5, None, b"bytes", {"a", "b"}, [b"bytes"], [np.zeros((1, 1), int)], [None], [5, "text"]],
 )
 def test_what_is_no_prompt(prompts: Any, llm: LLM) -> None:
     with pytest.raises(TypeError, match=r"prompts.*must be a str"):
@@ -112,7 +113,7 @@ def test_images_beside_a_prompt_are_refused_by_name(llm: LLM) -> None:
         llm.generate({"prompt": "a", "multi_modal_data": {"image": "x"}})  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("prompt", [{}, {"text": "a"}, {"prompt": "a", "multi_modal_data": {}}])
+@pytest.mark.parametrize("prompt", [{}, {"text": "a"}, {"prompt": "a", "multi_modal_data": {}}, {"prompt": None}])
 def test_a_dict_that_is_no_prompt(prompt: Any, llm: LLM) -> None:
     for call in (llm.generate, llm.add_request, lambda prompt: llm.generate([prompt])):
         with pytest.raises(ValueError, match=r"prompt={.*must have one entry, 'prompt' or 'prompt_token_ids'"):

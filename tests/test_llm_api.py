@@ -1,7 +1,9 @@
 """The user's front: what generate, chat and a loop of one's own take and give, on the checkpoint that ships with us."""
 
+import copy
 import gc
 import logging
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -14,8 +16,9 @@ import pytest
 import torch
 from programs import run
 from stepping import assert_nothing_is_left
+from tqdm import tqdm
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, terminal
 from nanovllm.attention import Selection
 from nanovllm.attention.torch_backend import TorchBackend
 from nanovllm.engine.inputs import ids_of_texts
@@ -62,14 +65,14 @@ def test_one_prompt_many_prompts_text_and_ids_give_the_same(llm: LLM) -> None:
     ids = llm.tokenizer.encode(text)
     [alone] = generate(llm, text)
     assert [output.token_ids for output in generate(llm, ids)] == [alone.token_ids]
-    dicts: list[Any] = [{"prompt": text}, {"prompt_token_ids": ids}]
-    mixed = generate(llm, [text, ids, tuple(ids), np.array(ids).tolist(), list(np.array(ids)), *dicts])
-    assert [output.token_ids for output in mixed] == [alone.token_ids] * 7
+    dicts: list[Any] = [{"prompt": text}, {"prompt": None, "prompt_token_ids": np.array(ids)}]
+    mixed = generate(llm, [text, ids, tuple(ids), np.array(ids).tolist(), np.array(ids), list(np.array(ids)), *dicts])
+    assert [output.token_ids for output in mixed] == [alone.token_ids] * 8
     assert [generate(llm, one)[0].prompt for one in dicts] == [text, None]
     [added, *_] = [llm.add_request(one, FIXED) for one in dicts]
     assert run_loop(llm)[0] == {added: alone.token_ids, added + 1: alone.token_ids}
     assert (alone.prompt, alone.prompt_token_ids) == (text, ids)
-    assert [output.prompt for output in mixed] == [text, None, None, None, None, text, None]
+    assert [output.prompt for output in mixed] == [text, *[None] * 5, text, None]
     assert all(type(token_id) is int for output in mixed for token_id in output.prompt_token_ids + output.token_ids)
     assert alone.text == llm.tokenizer.decode(alone.token_ids, skip_special_tokens=True)
 
@@ -125,6 +128,27 @@ def test_an_output_is_an_object_and_a_mapping(llm: LLM) -> None:
             with pytest.raises(KeyError):
                 what[unknown]
     assert dict(output)["text"] == output.text
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_an_output_equals_its_copies(llm: LLM, again: Any) -> None:
+    params = SamplingParams(max_tokens=3, n=2, logprobs=2, prompt_logprobs=1, sampling_mask=True, top_k=4)
+    first, second = llm.generate(["one two three"] * 2, params, use_tqdm=False)
+    assert again(first) == first != second
+    assert again(first.outputs[0].sampling_mask) == first.outputs[0].sampling_mask != None  # noqa: E711
+
+
+def test_a_step_of_generate_looks_at_no_more_however_many_have_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, counts = llm.engine.step, []
+
+    def counted() -> Any:
+        counts.append(len(llm._turns.ended))
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", counted)
+    params = [SamplingParams(max_tokens=1 + count, ignore_eos=True) for count in range(20)]
+    assert len(llm.generate(["one"] * 20, params, use_tqdm=False)) == 20
+    assert len(counts) >= 20 and max(counts) == 0
 
 
 def test_a_large_batch_exempts_what_was_there_from_collection_and_leaves_the_collector_as_it_was(
@@ -222,7 +246,10 @@ def test_the_bar_goes_to_stderr_or_nowhere(
         assert len(llm.generate(["one two three"] * 3, FIXED)) == 3
     llm.generate(["one two three"] * 3, FIXED)
     out, err = capfd.readouterr()
-    assert out == ""
+    with monkeypatch.context() as patch:  # as under TQDM_DISABLE
+        patch.setattr(terminal, "tqdm", lambda **given: tqdm(**{"disable": True, **given}))
+        llm.generate(["one two three"] * 3, FIXED)
+    assert out == capfd.readouterr().err == ""
     assert "3/3" in err and "prefill" in err and "decode" in err and "tok/s" in err
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from nanovllm.errors import is_integer, refuse
+from nanovllm.errors import is_integer, plain, refuse
 from nanovllm.model_config import ModelConfig, Pooling
 
 
@@ -17,7 +17,7 @@ def pooling_of(model: ModelConfig, dimensions: int | None) -> Pooling:
     """The pooling of a model of embeddings. Raises ValueError where the model is none, or has fewer `dimensions`."""
     if model.pooling is None:
         raise ValueError("runner='generate': must be 'pooling' for embeddings")
-    if dimensions is not None and not (is_integer(dimensions) and 0 < dimensions <= model.hidden_size):
+    if dimensions is not None and not (is_integer(plain(dimensions)) and 0 < dimensions <= model.hidden_size):
         refuse("dimensions", dimensions, f"an integer in 1..{model.hidden_size} (hidden_size)")
     return model.pooling
 

@@ -49,6 +49,7 @@ def as_prompt(
     if isinstance(given, Prompt):
         return given
     if not isinstance(given, (str, list)) and isinstance(given, Mapping):  # which takes longer to find out
+        given = {name: value for name, value in given.items() if value is not None}
         if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
             more = f"; {TEXT_ALONE}" if "multi_modal_data" in given else ""
             raise ValueError(f"prompt={shown(given)}: must have one entry, 'prompt' or 'prompt_token_ids'{more}")
@@ -61,6 +62,8 @@ def as_prompt(
 
 def as_token_ids(given: list[int], name: str = "prompt") -> list[int]:
     """Token ids as plain integers. Raises ValueError and TypeError that name the argument, `name`."""
+    if isinstance(given, np.ndarray) and given.ndim == 1:
+        given = given.tolist()
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"{name}: must be a str or a list of token ids, found {type(given).__name__}")
     kinds = set(map(type, given))
@@ -81,6 +84,13 @@ def as_batch(prompts: GivenPrompt | Sequence[GivenPrompt]) -> list[GivenPrompt]:
         raise TypeError(f"prompts: must be a str, a list of token ids or a list of such, found {found}")
     batch: list[Any] = list(prompts)
     return [batch] if batch and all(isinstance(item, (int, np.integer)) for item in batch) else batch
+
+
+def behind(before: str, given: GivenPrompt) -> GivenPrompt:
+    """A prompt with a text before its own, if it has one."""
+    if isinstance(given, Mapping) and isinstance(text := given.get("prompt"), str):
+        return {**given, "prompt": before + text}
+    return before + given if isinstance(given, str) else given
 
 
 def as_chats(messages: Any) -> list[Sequence[Mapping[str, Any]]]:

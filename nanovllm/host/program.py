@@ -37,7 +37,9 @@ _STAGES = {
     "capture": ("capturing graphs", 81, 100),
 }
 """Stages of an executor's start: text and range of percents."""
-_SHOWN_OPTIONS = ("model", "max_num_seqs", "dtype", "device", "tensor_parallel_size", "logprobs_mode", "runner")
+_SHOWN_OPTIONS = (
+    "model", "max_num_seqs", "dtype", "device", "tensor_parallel_size", "max_logprobs", "logprobs_mode", "runner",
+)  # fmt: skip
 """Options that drivers want to know as they are."""
 
 

@@ -14,6 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from nanovllm.errors import refuse
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -111,7 +112,8 @@ class NanoLM(TemplateLM):  # type: ignore[misc]
 
     def _generation(self, options: dict[str, Any]) -> SamplingParams:
         known = dict(normalize_gen_kwargs(options, default_max_gen_toks=self._max_gen_toks))
-        max_tokens = min(int(known.pop("max_gen_toks")), self.max_length - 1)
+        if (max_tokens := int(known.pop("max_gen_toks"))) >= self.max_length:  # nothing of a context would be left
+            refuse("max_gen_toks", max_tokens, f"below the engine's {self.max_length} tokens (max_model_len)")
         stop = [text for text in handle_stop_sequences(known.pop("until", None), eos=None) if text]
         known.pop("do_sample", None)
         return SamplingParams(max_tokens=max_tokens, stop=stop, **known)

@@ -25,7 +25,7 @@ from nanovllm.models.registry import parse_config
 
 def options_of(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     """Options of the engine with what the module settles. Raises ValueError where one says otherwise."""
-    first = next(module.parameters(), None)
+    first = next(module.parameters(), None) if isinstance(module, nn.Module) else None
     if first is None:
         raise ValueError(f"module={type(module).__name__}: must have parameters")
     settled = {
@@ -35,7 +35,7 @@ def options_of(module: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         "load_format": "auto",
     }
     for name, value in settled.items():
-        if options.get(name, "auto") not in ("auto", value):
+        if str(options.get(name)).removeprefix("torch.") not in ("None", "auto", str(value)):
             refuse(name, options[name], f"{value!r}, as the module has it")
     return {**options, **settled}
 

@@ -1,8 +1,10 @@
 """Judging of documents by a generating model: the yes/no form of Qwen3-Reranker (arXiv 2506.05176). No torch."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from nanovllm.errors import refuse
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _TEMPLATE = (
@@ -25,10 +27,11 @@ class Reranker:
         [self._yes], [self._no] = answers
         self._tokenizer = tokenizer.with_template(_TEMPLATE)
 
-    @property
-    def params(self) -> dict[str, Any]:
+    def params(self, max_logprobs: int) -> dict[str, Any]:
         """Fields of SamplingParams under which a model's answer is one of the two, with log-probabilities of both among
-        themselves."""
+        themselves. Raises ValueError where the engine's `max_logprobs` allows fewer."""
+        if 0 <= max_logprobs < 2:
+            refuse("max_logprobs", max_logprobs, "-1 or at least 2 for scores")
         sampled = {"max_tokens": 1, "temperature": 0.0, "allowed_token_ids": [self._yes, self._no], "ignore_eos": True}
         return {**sampled, "logprobs": 2, "logprobs_mode": "processed", "detokenize": False}
 
@@ -50,10 +53,18 @@ class Reranker:
 def paired(
     queries: str | Sequence[str], documents: str | Sequence[str], name: str = "documents"
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Each query with its document, or the only one with every document. Raises ValueError for other numbers, and names
-    the documents as `name`."""
-    left, right = ([each] if isinstance(each, str) else list(each) for each in (queries, documents))
+    """Each query with its document, or the only one with every document. Raises ValueError for what is no text and for
+    other numbers, and names the documents as `name`."""
+    left, right = _texts(queries, "queries"), _texts(documents, name)
     left = left * len(right) if len(left) == 1 else left
-    if len(left) != len(right) or not all(isinstance(text, str) for text in (*left, *right)):
+    if len(left) != len(right):
         raise ValueError(f"{name}: {len(right)} for {len(left)} queries: must be as many texts, or for one query")
     return list(zip(left, right, strict=True))
+
+
+def _texts(given: Any, name: str) -> list[str]:
+    texts = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)) else [given]
+    for text in texts:
+        if not isinstance(text, str):
+            refuse(name, text, "a text, or a list of texts")
+    return texts

@@ -5,7 +5,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from nanovllm.config import OPTIMISATIONS, EngineConfig
 from nanovllm.executor.resolve import resolve
@@ -105,10 +107,14 @@ def test_an_unknown_option_is_refused_with_the_nearest_known_one(option: str, hi
         ({"block_size": 32, "kv_cache_dtype": "fp8_e4m3"}, {"kvcache_block_size": 32, "kv_cache_dtype": "fp8"}),
         ({"tokenizer_mode": "auto", "pipeline_parallel_size": 1, "swap_space": 0, "trust_remote_code": False}, {}),
         ({"enable_sleep_mode": True, "dtype": "half"}, {"enable_sleep": True, "dtype": "float16"}),
+        ({"dtype": torch.bfloat16, "max_num_seqs": None, "hf_overrides": None, "seed": None}, {"dtype": "bfloat16"}),
+        ({"max_model_len": np.int64(8), "gpu_memory_utilization": np.float32(0.5)},
+         {"max_model_len": 8, "gpu_memory_utilization": 0.5}),
     ],
 )
 def test_options_of_vllm_are_taken(given: dict[str, Any], known: dict[str, Any]) -> None:
-    assert EngineConfig.from_options("m", **given) == EngineConfig("m", **known)
+    found, expected = EngineConfig.from_options("m", **given), EngineConfig("m", **known)
+    assert found == expected and all(type(getattr(found, name)) is type(getattr(expected, name)) for name in known)
 
 
 @pytest.mark.parametrize(

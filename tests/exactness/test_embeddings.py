@@ -55,7 +55,8 @@ def test_embeddings_are_those_of_transformers(embedder: Path, expected: np.ndarr
         cut = expected[:, :24] / np.linalg.norm(expected[:, :24], axis=1, keepdims=True)
         np.testing.assert_allclose(few, cut, atol=1e-5)
         assert [llm.embed([], dimensions=count).shape for count in (None, 24)] == [(0, 192), (0, 24)]
-        assert (llm.embed("Rome", prompt_name="query") == llm.embed(QUERY + "Rome")).all()
+        assert (llm.embed(["Rome", {"prompt": "Rome"}], prompt_name="query") == llm.embed(QUERY + "Rome")).all()
+        assert llm.embed("Rome", dimensions=np.int64(24)).shape == (1, 24)
         with pytest.raises(ValueError, match=r"prompt_name='title': .* model's prompts: 'query', 'document'"):
             llm.embed("Rome", prompt_name="title")
         with pytest.raises(ValueError, match=r"dimensions=193: must be an integer in 1\.\.192"):
@@ -154,6 +155,8 @@ def test_tasks_embed_side_by_side(embedder: Path, expected: np.ndarray) -> None:
         async with await AsyncLLM.start(str(embedder), **CPU) as llm:
             found = await asyncio.gather(*map(llm.embed, TEXTS))
             assert len(await llm.embed("Rome", dimensions=8, prompt_name="query")) == 8
+            both = [await llm.embed(one, prompt_name="query") for one in ("Rome", {"prompt": "Rome"})]
+            assert np.array_equal(*both)
             return found
 
     np.testing.assert_allclose(asyncio.run(embed()), expected, atol=2e-6)
@@ -173,6 +176,12 @@ def test_scores_are_the_probabilities_of_yes(tmp_path: Path, options: dict[str, 
         assert len(llm.score("<|im_end|>", "<|im_start|>system\nyes", use_tqdm=False)) == 1
         with pytest.raises(ValueError, match="documents: 3 for 2 queries"):
             llm.score(TEXTS[:2], TEXTS[:3])
+        for queries, documents, said in (
+            ("a", ["b", 5], "documents=5: must be a text"), ("a", {"text": "b"}, "documents={'text': 'b'}: must be"),
+            (None, "b", "queries=None: must be a text"), (["a", b"c"], ["b", "d"], "queries=b'c'"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=said):
+                llm.score(queries, documents)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="runner='generate'"):
             llm.embed("Rome")
     yes, no = map(tokenizer.convert_tokens_to_ids, ("yes", "no"))
@@ -192,3 +201,11 @@ PROMPT = (
 def test_a_tokenizer_without_the_answers_is_refused(tmp_path: Path) -> None:
     with LLM("demo", **CPU) as llm, pytest.raises(ValueError, match="'yes' and 'no' are one token each"):
         llm.score("Where is Rome?", "Here")
+
+
+def test_scores_need_two_log_probabilities(tmp_path: Path) -> None:
+    folder = make_reranker(tmp_path)
+    with start(folder, max_logprobs=1) as llm, pytest.raises(ValueError, match="max_logprobs=1: must be -1 or at"):
+        llm.score("a", "b")
+    with start(folder, max_logprobs=2) as llm:
+        assert len(llm.score("a", "b")) == 1

@@ -239,6 +239,8 @@ def test_what_cannot_be_served_is_named() -> None:
             LLM.from_module(model, **options)
     with pytest.raises(ValueError, match="module='Linear': must be a transformers model"):
         LLM.from_module(torch.nn.Linear(2, 2), **OPTIONS)
+    with pytest.raises(ValueError, match="module=str: must have parameters"):
+        LLM.from_module("a/model", **OPTIONS)  # type: ignore[arg-type]
     other = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=48, n_head=6))
     with pytest.raises(ValueError, match="architectures='GPT2LMHeadModel': must be one of"):
         LLM.from_module(other, **OPTIONS)
@@ -246,5 +248,6 @@ def test_what_cannot_be_served_is_named() -> None:
     with pytest.raises(ValueError, match=r"'lm_head.weight' is torch.bfloat16 on cpu: must be torch.float32"):
         LLM.from_module(model, **OPTIONS)
     sound = make_model(CASES["llama"])
-    with LLM.from_module(sound, **OPTIONS) as llm, pytest.raises(ValueError, match="load them there"):
+    torchs = {"dtype": torch.float32, "device": torch.device("cpu"), "tensor_parallel_size": None}
+    with LLM.from_module(sound, **OPTIONS, **torchs) as llm, pytest.raises(ValueError, match="load them there"):
         llm.load_weights(sound.state_dict().items())

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,3 +84,9 @@ def test_a_question_is_computed_once(models: tuple[Any, Any]) -> None:
 def test_options_of_a_running_engine_are_refused(models: tuple[Any, Any]) -> None:
     with pytest.raises(ValueError, match="max_num_seqs"):
         integration.NanoLM(models[0].llm, max_num_seqs=3)
+
+
+def test_an_answer_that_leaves_no_room_for_its_question_is_refused(models: tuple[Any, Any]) -> None:
+    request = SimpleNamespace(args=("Once upon a time", {"max_gen_toks": 257}))
+    with pytest.raises(ValueError, match="max_gen_toks=257: must be below the engine's 257 tokens"):
+        models[0].generate_until([request], disable_tqdm=True)

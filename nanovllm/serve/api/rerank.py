@@ -44,9 +44,10 @@ def _prepare(model: ServedModel, fields: api.JudgedFields, pairs: list[tuple[str
         raise bad_request(f"{name}: pairs have {total} characters together, must be at most {limits.PROMPTS_TEXT}")
     common = api.CommonFields(model=fields.model, cache_salt=fields.cache_salt)
     with refusing():
+        params = model.tokenizer.reranker.params(model.info["max_logprobs"])
         ids = [_encoded(model, fields, *pair) for pair in pairs]
     prompts = [fit(model, each, common, 1, None, name)[0] for each in ids]
-    return Prepared(common, prompts, model.tokenizer.reranker.params, [1] * len(prompts), given=fields)
+    return Prepared(common, prompts, params, [1] * len(prompts), given=fields)
 
 
 def prepare_score(model: ServedModel, call: Call, body: dict[str, Any]) -> Prepared:
