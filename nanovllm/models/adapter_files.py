@@ -41,10 +41,9 @@ IDLE = {
 }  # fmt: skip
 """Fields that change nothing of what an adapter computes once it is trained."""
 _KINDS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), (str, list, NoneType)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (dict, NoneType)),
-    "target_parameters": (list, NoneType), "layers_to_transform": (int, list, NoneType),
-    "peft_version": (str, NoneType),
+    "target_modules": (str, list, NoneType), "exclude_modules": (str, list, NoneType), "rank_pattern": (dict, NoneType),
+    "alpha_pattern": (dict, NoneType), "layers_to_transform": (int, list, NoneType),
+    "layers_pattern": (str, list, NoneType), "target_parameters": (list, NoneType), "peft_version": (str, NoneType),
 }  # fmt: skip
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 """Parameters of a module of experts, in the order in which they are wrapped. It has one of the first two."""

@@ -66,18 +66,21 @@ def _file_tensor(path: Path, name: str, part: Any) -> FileTensor:
 def open_checkpoint(folder: Path, option: str | None = "model") -> dict[str, FileTensor]:
     """All tensors of a folder that an option names; of a tensor in several files the one that the index names. Raises
     FileNotFoundError where there are no files, but for no option."""
-    files, index = weight_files(folder), weight_map(folder)
+    index = weight_map(folder)
+    files = weight_files(folder, index)
     if not files and option is not None:
         raise FileNotFoundError(f"{option}={str(folder)!r}: must be a folder with *.safetensors")
     copies: dict[str, dict[Path, FileTensor]] = {}
     for file in files:
         for name, tensor in read_safetensors(file).items():
             copies.setdefault(name, {})[file] = tensor
+    tensors = {}
     for name, found in copies.items():
-        if len(found) > 1 and folder / index.get(name, "") not in found:
+        chosen = found.get(folder / index.get(name, ""))
+        if chosen is None and len(found) > 1:
             raise ValueError(f"{[*found][-1]}: weight {name!r} is in another file of the checkpoint too")
-    first = {name: next(iter(found.values())) for name, found in copies.items()}
-    return {name: found.get(folder / index.get(name, ""), first[name]) for name, found in copies.items()}
+        tensors[name] = chosen or next(iter(found.values()))
+    return tensors
 
 
 def check_names(weights: Iterable[CheckpointWeight], given: Iterable[str], tied_head: bool) -> None:

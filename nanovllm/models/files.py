@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,10 @@ def weight_map(folder: Path) -> dict[str, str]:
     return found
 
 
-def weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path, index: Mapping[str, str] | None = None) -> list[Path]:
     """The files of a folder's weights: those that its index names, or all but such as hold the same ones by other
-    names. Raises FileNotFoundError and ValueError as weight_map."""
-    if named := weight_map(folder):
+    names. index: its weight_map, where it has been read. Raises FileNotFoundError and ValueError as weight_map."""
+    if named := weight_map(folder) if index is None else index:
         return [folder / name for name in sorted(set(named.values()))]
     return [path for path in sorted(folder.glob(*WEIGHTS)) if not any(map(path.match, _TWICE[1:]))]
 

@@ -124,18 +124,21 @@ class Int4Reader:
         packed = {f"{name.rpartition('.')[0]}.weight" for name, one in pairs if one.dtype == torch.int32}
         widened = {name: self._wide[name] for name in packed & self._wide.keys() - {name for name, _ in pairs}}
         rows = {**self._rows, **{name: shape[0] for name, shape in widened.items()}}
-        found = [one for name, tensor in pairs for one in self._translated(name, tensor, wide, rows)]
-        for name, shape in widened.items():
-            names = [name, *(f"{name.removesuffix('weight')}{kind}" for kind in (SCALES, ZEROS))]
-            given = {other: tensor for other, tensor in found if other in names}
-            found = [pair for pair in found if pair[0] not in given]
-            found.append((name, self._widened(name, shape, [given.get(other) for other in names])))
-        return found
+        parts: dict[str, dict[str, TensorSource]] = {name: {} for name in widened}
+        found = []
+        for name, tensor in pairs:
+            for own, one in self._translated(name, tensor, wide, rows):
+                path, _, kind = own.rpartition(".")
+                if kind in ("weight", SCALES, ZEROS) and (of_one := parts.get(f"{path}.weight")) is not None:
+                    of_one[kind] = one
+                else:
+                    found.append((own, one))
+        return found + [(name, self._widened(name, shape, parts[name])) for name, shape in widened.items()]
 
-    def _widened(self, name: str, shape: Sequence[int], parts: Sequence[TensorSource | None]) -> DerivedTensor:
-        """A packed matrix of _WIDE in float32. parts: words, scales, zeros."""
+    def _widened(self, name: str, shape: Sequence[int], parts: dict[str, TensorSource]) -> DerivedTensor:
+        """A packed matrix of _WIDE in float32. parts: its words ("weight"), scales and zeros."""
         rows, columns = shape
-        words, scales, zeros = parts
+        words, scales, zeros = (parts.get(kind) for kind in ("weight", SCALES, ZEROS))
         each = min(self.quantization.group, SPAN) or columns
         blocks, groups = (rows, -(-columns // SPAN), WORDS), (rows, -(-columns // each))
         of_groups = [scales] if zeros is None else [scales, zeros]
