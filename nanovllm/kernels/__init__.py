@@ -22,7 +22,7 @@ class Kernels:
     activation: Annotated[Callable[..., torch.Tensor | FP8Rows], "pointwise.activation"]
     gate_heads: Annotated[Callable[..., torch.Tensor], "pointwise.gate"]
     route: Annotated[Callable[..., Routing], "moe.routing"]
-    expert_gate_up: Annotated[Callable[..., torch.Tensor], "moe.experts"]
+    expert_gate_up: Annotated[Callable[..., torch.Tensor | FP8Rows], "moe.experts"]
     expert_down: Annotated[Callable[..., torch.Tensor], "moe.experts"]
     choices: Annotated[Callable[..., tuple[torch.Tensor, torch.Tensor]], "moe.routing"]
     combine: Annotated[Callable[..., torch.Tensor], "moe.combine"]

@@ -45,12 +45,10 @@ class Operation(WeightedModule):
         found: Launch = (apart if call.residual is None else chained)[rows]
         return found
 
-    def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | FP8Rows, call: Call) -> torch.Tensor | FP8Rows:
         """x by what is launched, for experts by the number of tokens; see Weight.multiply."""
         rows = x.shape[0] if call.routing is None else call.routing.num_tokens
-        y = self.matrix.multiply(x, self.launch(rows, call), call)
-        assert isinstance(y, torch.Tensor)
-        return y
+        return self.matrix.multiply(x, self.launch(rows, call), call)
 
 
 class ParallelLinear(Operation):

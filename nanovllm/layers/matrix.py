@@ -65,7 +65,7 @@ class DenseMatrix(nn.Module):
     def type_name(self) -> str:
         return str(self.weight.dtype).removeprefix("torch.")
 
-    def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
         """See Weight."""
         weight = self.weight
         if weight.dim() == 3:

@@ -160,6 +160,7 @@ class MoE(WeightedModule):
             routed = routed._replace(shared=shared)
         call = call._replace(routing=routed)
         y = self.down(self.gate_up(x if self.to_latent is None else self.to_latent(x, call), call), call)
+        assert isinstance(y, torch.Tensor)
         if self.from_latent is not None:
             y = self.from_latent(y if is_few else self.kernels.combine(y, x.dtype), call)[None]
         elif is_few or self.down.product.around.adds_parts:

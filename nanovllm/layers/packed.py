@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.gemm import packed_row
 from nanovllm.kernels.gemm import packed_tile as gemm
 from nanovllm.kernels.gemm.e2m1 import E2M1
@@ -70,7 +71,7 @@ class PackedMatrix(nn.Module):
             shards = tuple(_shard(one.held, cut, one.each, *count) for cut in cuts)
             yield CheckpointWeight(f"{path}.{one.name}", whole, shards, is_scale=one.is_scale, packing=one.packing)
 
-    def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor:
+    def multiply(self, x: torch.Tensor, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
         """See Weight."""
         if self.words.dim() == 4:
             return experts.linear(x, self.for_kernel(), launch.config, call.routing, **call.around(launch))

@@ -118,6 +118,6 @@ class FP8Matrix(nn.Module):
     def multiply(self, x: torch.Tensor | FP8Rows, launch: Launch, call: Call) -> torch.Tensor | FP8Rows:
         """See Weight."""
         if self.weight.dim() == 3:
-            assert isinstance(x, torch.Tensor)
-            return experts.linear(x, self.for_kernel(), launch.config, call.routing, **call.around(launch))
+            around, config = call.around(launch), launch.config
+            return experts.linear(x, self.for_kernel(), config, call.routing, rounds=launch.rounds, **around)
         return gemm.linear(x, self.for_kernel(), launch.config, **call.around(launch))

@@ -22,14 +22,16 @@ from nanovllm.kernels.base.activations import gate_mul, relu_squared
 from nanovllm.kernels.base.device import pdl_options, prefetch_tile, prefetched_columns
 from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.fp8.operands import FP8Weight, values_of
+from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.epilogue import add_delta
 from nanovllm.kernels.gemm.expand import Shrunk, first_b, slots_of, tile_deltas
+from nanovllm.kernels.gemm.tile_store import store_by_choice, store_sums
 from nanovllm.kernels.plan.config import GemmConfig
 
 PREFETCH_BYTES = 64 << 10
 """Bytes of a program's weights to bring into L2 before it may start: about what its pipeline asks for first."""
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @triton.jit
@@ -209,55 +211,24 @@ def result(
     return acc
 
 
-@triton.jit
-def _store_sums(
-    acc, out_ptr, first_row, first_col, rows, n_out, X_LEFT: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
-    """acc, transposed where not X_LEFT, into out [rows, n_out] from (first_row, first_col) on; with PARTS into the
-    split's matrix of [splits, rows, n_out]."""
-    if not X_LEFT:
-        acc = tl.trans(acc)
-    row = tl.arange(0, acc.shape[0])[:, None]
-    col = first_col + tl.arange(0, acc.shape[1])[None, :]
-    out_ptr += first_row.to(tl.int64) * n_out
-    if PARTS:
-        out_ptr += tl.program_id(2).to(tl.int64) * rows * n_out
-    live = (row < rows - first_row) & (col < n_out)
-    tl.store(out_ptr + row * n_out + col, acc.to(out_ptr.dtype.element_ty), mask=live)
-
-
-@triton.jit
-def store_by_choice(
-    acc, OUT, WEIGHTS, position, live, choice, col, tokens, n_out,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, X_LEFT: tl.constexpr,
-):  # fmt: skip
-    """acc, transposed where not X_LEFT, into columns `col` of OUT: GATED by position, else by slot, times WEIGHTS."""
-    if not X_LEFT:
-        acc = tl.trans(acc)
-    row = position
-    if not GATED:
-        acc *= tl.load(WEIGHTS + choice, mask=live, other=0.0)[:, None]
-        row = choice % TOP_K * tokens + choice // TOP_K
-    at = OUT + row.to(tl.int64)[:, None] * n_out + col[None, :]
-    tl.store(at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (col < n_out)[None, :])
-
-
-@triton.jit(do_not_specialize=["rows", "scale_stride"])
+@triton.jit(do_not_specialize=["rows", "scale_stride", "out_stride"])
 def tile_kernel(
-    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, ADAPTER, TILES, ORDER, WEIGHTS, OUT, rows, scale_stride, n_out, k, groups,
-    scale_rows, TOP_K: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
-    ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, X_LEFT: tl.constexpr,
-    EVEN_K: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, PAIRED: tl.constexpr,
+    X, X_SCALE, W, w_ptr, SCALE, BIAS, DELTA, ADAPTER, TILES, ORDER, WEIGHTS, OUT, OUT_SCALES, rows, scale_stride,
+    out_stride, n_out, k, groups, scale_rows, DTYPE: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr, STAGES: tl.constexpr, ROWS_EACH: tl.constexpr, IN_BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    X_LEFT: tl.constexpr, EVEN_K: tl.constexpr, PREFETCH: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """x @ weight^T by tiles. Without TILES: grid (tiles of rows, tiles of weights, splits of K). X, W: descriptors of x
-    [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the
-    BLOCK_N ups that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
+    [rows, k] and of the weights [n_out, k], or [2 n_out, k] where GATED: then a program has BLOCK_N gates and the ups
+    that belong to them. OUT [rows, n_out]; with PARTS [splits, rows, n_out], a sum for each split.
 
     With TILES (Routing's): grid (tiles of weights, tiles of rows), and `rows` tokens that chose TOP_K experts each. W:
     a descriptor or w_ptr, [experts * (2 n_out or n_out), k]; BIAS likewise, or None. GATED: rows of X are tokens; OUT
-    [choices by expert, n_out] gets the activation of columns c and n_out + c, or where not PAIRED of c alone. Else rows
-    of X are choices by expert, and OUT [TOP_K, tokens, n_out] their results times WEIGHTS [tokens, TOP_K], by slot.
+    [choices by expert, n_out] gets the activation of columns c and n_out + c, or where not PAIRED of c alone, with
+    OUT_SCALES in e4m3. Else rows of X are choices by expert, and OUT [TOP_K, tokens, n_out] their results times
+    WEIGHTS [tokens, TOP_K], by slot.
 
     X_SCALE, SCALE: None, or float32 [groups of k, scale_stride] and [weight rows / ROWS_EACH, groups] where IN_BLOCKS,
     else [weight rows], for each expert scale_rows of them; then x and weights are e4m3. SPAN columns of a step, all
@@ -281,28 +252,26 @@ def tile_kernel(
         x_ptrs = X + row.to(tl.int64)[:, None] * k
         if X_SCALE is not None:
             scale_ptrs, scales_of_w = X_SCALE + row, SCALE + expert * scale_rows * groups
-
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_LEFT else [BLOCK_N, BLOCK_M], dtype=tl.float32)
     accs = (acc, tl.zeros(acc.shape, dtype=tl.float32)) if PAIRED else (acc,)
     for step in tl.range(begin, end, num_stages=STAGES):
         for part in tl.static_range(BLOCK_K // SPAN):
-            accs = _add_step(
-                accs, x_ptrs, scale_ptrs, scale_stride, first_row, row, live, W, first_w, end_w, scales_of_w, first_col,
-                n_out, k, step * (BLOCK_K // SPAN) + part, groups, BLOCK_N, SPAN, ROWS_EACH, IN_BLOCKS, X_LEFT, EVEN_K,
-                TMA, TILES is not None,
-            )  # fmt: skip
-
+            group = step * (BLOCK_K // SPAN) + part
+            accs = _add_step(accs, x_ptrs, scale_ptrs, scale_stride, first_row, row, live, W, first_w, end_w,
+                             scales_of_w, first_col, n_out, k, group, groups, BLOCK_N, SPAN, ROWS_EACH, IN_BLOCKS,
+                             X_LEFT, EVEN_K, TMA, TILES is not None)  # fmt: skip
     if TILES is not None and X_SCALE is None:  # before or after the sums are finished: whichever is scheduled better
         cols_out = first_col + tl.arange(0, BLOCK_N)
     deltas = tile_deltas(ADAPTER, bs, slots, row, rows, first_col + tl.arange(0, BLOCK_N), n_out, X_LEFT, PDL)
     at, end_at = (row, rows) if TILES is None else (position, end_position)  # rows of DELTA
-    acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, OUT.dtype.element_ty, ALPHA, LIMIT, BLOCK_N,
-                  IN_BLOCKS, X_LEFT, GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip
+    acc = result(accs, scales_of_w, BIAS, base, first_col, n_out, DTYPE, ALPHA, LIMIT, BLOCK_N, IN_BLOCKS, X_LEFT,
+                  GATED and not PAIRED, DELTA, at, end_at, deltas)  # fmt: skip
     if TILES is None:
-        _store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
+        store_sums(acc, OUT, first_row, first_col, rows, n_out, X_LEFT, PARTS)
     else:
         cols_out = cols_out if X_SCALE is None else first_col + tl.arange(0, BLOCK_N)
-        store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, X_LEFT)
+        store_by_choice(acc, OUT, WEIGHTS, position, live, choice, cols_out, rows, n_out, TOP_K, GATED, X_LEFT,
+                        OUT_SCALES, out_stride, DTYPE)  # fmt: skip
 
 
 def linear(
@@ -351,11 +320,12 @@ def launch(
     rows: int, *, span: int, bias: Tensor | None = None, delta: Tensor | None = None, adapter: Any = None,
     top_k: int = 0,
     routing: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    activation: tuple[float | None, float | None] = (1.0, None), tma: bool = True, **constants: Any,
+    activation: tuple[float | None, float | None] = (1.0, None), tma: bool = True, rounded_to: FP8Rows | None = None,
+    **constants: Any,
 ) -> None:  # fmt: skip
     """tile_kernel over `grid`, with the operands that it describes. x: a descriptor, or with a routing (tiles, order,
     weights) a tensor [any, K]. weight [N, K] or [experts, N, K]. activation: alpha and limit of experts'. adapter: a
-    Shrunk, or None."""
+    Shrunk, or None. rounded_to: `out` are its values."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     values, n_out = values_of(weight), out.shape[-1]
@@ -369,12 +339,16 @@ def launch(
         constants |= {"ROWS_EACH": weight.rows_each, "IN_BLOCKS": weight.in_blocks}
     else:
         constants |= {"ROWS_EACH": 1, "IN_BLOCKS": False}
+    out_scales, out_stride, dtype = None, None, out.dtype
+    if rounded_to is not None:
+        out_scales, out_stride, dtype = rounded_to.scales, rounded_to.scales.stride(1), rounded_to.dtype
     tile_kernel[grid](
-        x, x_scale, described, of_rows, scale, bias, delta, adapter and adapter.operands, *routing, out, rows, stride,
-        n_out, k, groups, scale_rows, TOP_K=top_k, ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span,
-        STAGES=config.stages, EVEN_K=k % span == 0, TMA=tma,
-        PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out, num_warps=config.num_warps, **constants,
+        x, x_scale, described, of_rows, scale, bias, delta, adapter and adapter.operands, *routing, out, out_scales,
+        rows, stride, out_stride, n_out, k, groups, scale_rows, DTYPE=_DTYPES[dtype], TOP_K=top_k, ALPHA=activation[0],
+        LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span, STAGES=config.stages,
+        EVEN_K=k % span == 0, TMA=tma, PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out,
+        num_warps=config.num_warps, **constants,
     )  # fmt: skip
 
 

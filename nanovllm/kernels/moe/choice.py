@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.kernels.base.device import pdl_options
-from nanovllm.kernels.base.float_order import from_ordered, to_ordered
+from nanovllm.kernels.base.float_order import from_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.moe.routing import LOWEST, TopK, softmax
+from nanovllm.kernels.moe.routing import LOWEST, TAKEN, TopK, keys_of, softmax, take_best
 
-_TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
-"""Key of a taken expert, below that of any score."""
 _LOWEST: tl.constexpr = tl.constexpr(LOWEST)
 
 
@@ -50,26 +48,15 @@ def load_scores(LOGITS, BIAS, CORRECTION, row, how):
     if CORRECTION is not None:
         choice += tl.load(CORRECTION + expert, mask=inside, other=0.0)
     choice = tl.where(choice == choice, tl.maximum(choice, _LOWEST), _LOWEST)
-    choice = tl.where(choice == 0.0, 0.0, choice)  # -0.0 is no less
-    return score, tl.where(inside, to_ordered(choice), _TAKEN)
-
-
-@triton.jit
-def _take_best(keys):
-    """(expert [warps, 1], its key [warps, 1], `keys` without it), the lower number where two are equal. Integers,
-    because a warp finds the greatest of 32 in one instruction."""
-    expert = tl.arange(0, keys.shape[1])[None, :]
-    key = tl.max(keys, axis=1)[:, None]
-    best = tl.min(tl.where(keys == key, expert, keys.shape[1]), axis=1)[:, None]
-    return best, key, tl.where(expert == best, _TAKEN, keys)
+    return score, tl.where(inside, keys_of(choice), TAKEN)
 
 
 @triton.jit
 def best_of(keys, slot):
     """The expert [warps, 1] of a slot; slot 0 has the best."""
-    expert, _, keys = _take_best(keys)
+    expert, _, keys = take_best(keys)
     for _ in range(slot):
-        expert, _, keys = _take_best(keys)
+        expert, _, keys = take_best(keys)
     return expert
 
 
@@ -81,7 +68,7 @@ def choose(scores, keys, CORRECTION, FACTORS, RENORMALISE: tl.constexpr, SCALE: 
     all_keys, number = keys, tl.arange(0, how.block)[None, :]
     experts, values = (), ()
     for _ in tl.static_range(how.top_k):
-        expert, key, keys = _take_best(keys)
+        expert, key, keys = take_best(keys)
         experts = experts + (expert,)
         if FROM_SCORES:
             values = values + (tl.sum(tl.where(number == expert, scores, 0.0), axis=1)[:, None],)
@@ -97,7 +84,7 @@ def choose(scores, keys, CORRECTION, FACTORS, RENORMALISE: tl.constexpr, SCALE: 
             total += tl.exp(values[slot] - values[0])
     else:
         every = tl.exp(from_ordered(all_keys) - values[0])
-        total += tl.sum(tl.where(all_keys == _TAKEN, 0.0, every), axis=1)[:, None]
+        total += tl.sum(tl.where(all_keys == TAKEN, 0.0, every), axis=1)[:, None]
     weights = ()
     for slot in tl.static_range(how.top_k):
         weight = values[slot] if FROM_SCORES else tl.exp(values[slot] - values[0])

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nanovllm.kernels.base.device import pdl_options, prefetched_columns
 from nanovllm.kernels.base.triton_import import triton
-from nanovllm.kernels.fp8.operands import FP8Weight, values_of
-from nanovllm.kernels.fp8.quantize import quantize_rows
+from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight, values_of
+from nanovllm.kernels.fp8.quantize import empty_rows_for, quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP, linear_reference, quantize_rows_reference
 from nanovllm.kernels.gemm import tile
 from nanovllm.kernels.gemm.packed import PackedWeight
@@ -46,38 +46,48 @@ class ExpertActivation:
 
 def expert_gate_up(
     x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, activation: ExpertActivation,
-    bias: Tensor | None = None, delta: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    bias: Tensor | None = None, delta: Tensor | None = None, rounds: bool = False,
+) -> Tensor | FP8Rows:  # fmt: skip
     """x [T, H], weight [E, 2 I, H] (gates first), bias [E, 2 I] -> the activation of every choice's gate and up, [T *
     k, I] in routing's order. Not gated: weight [E, I, H], bias [E, I]. delta float32 [T * k, rows of a weight], in
-    routing's order: added to the products in float32."""
-    out = x.new_empty(routing.order.shape[0], weight.shape[1] // (1 + activation.gated))
-    return _launch(x, weight, routing, config, bias, delta, out, True, activation)
+    routing's order: added to the products in float32. rounds: the result is rounded to e4m3, by an FP8Weight and tiles
+    of 128 columns."""
+    shape = routing.order.shape[0], weight.shape[1] // (1 + activation.gated)
+    if rounds:
+        assert isinstance(weight, FP8Weight) and config.block_n == GROUP, config
+        rows = empty_rows_for(*shape, x.dtype, x.device)
+        _launch(x, weight, routing, config, bias, delta, rows.values, True, activation, rows)
+        return rows
+    return _launch(x, weight, routing, config, bias, delta, x.new_empty(shape), True, activation)
 
 
 def expert_down(
-    h: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
+    h: Tensor | FP8Rows, weight: ExpertWeight, routing: Routing, config: GemmConfig, out_dtype: torch.dtype,
     bias: Tensor | None = None, delta: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """h [T * k, I] in routing's order, weight [E, H, I], bias [E, H] -> out_dtype [k, T, H], every choice's result
     times its weight, by slot: a token's result is the sum over k. delta: see expert_gate_up."""
-    out = h.new_empty(routing.top_k, routing.num_tokens, weight.shape[1], dtype=out_dtype)
+    shape = routing.top_k, routing.num_tokens, weight.shape[1]
+    out = torch.empty(shape, dtype=out_dtype, device=routing.order.device)
     return _launch(h, weight, routing, config, bias, delta, out, False, ExpertActivation())
 
 
 def _launch(
-    x: Tensor, weight: ExpertWeight, routing: Routing, config: GemmConfig, bias: Tensor | None, delta: Tensor | None,
-    out: Tensor, gated: bool, activation: ExpertActivation,
+    x: Tensor | FP8Rows, weight: ExpertWeight, routing: Routing, config: GemmConfig, bias: Tensor | None,
+    delta: Tensor | None, out: Tensor, gated: bool, activation: ExpertActivation, rounded_to: FP8Rows | None = None,
 ) -> Tensor:  # fmt: skip
-    """Fills and returns `out`. Weights come by descriptors where the device can and K allows, in FP8 everywhere."""
+    """Fills and returns `out`, with rounded_to its values. Weights come by descriptors where the device can and K
+    allows, in FP8 everywhere."""
     if isinstance(weight, PackedWeight):
+        assert isinstance(x, Tensor)
         limits = (activation.alpha, activation.limit)
         return packed.multiply(x, weight, routing, config, bias, delta, out, gated, limits)
-    values, x_scale = values_of(weight), None
-    k, span, tma = values.shape[2], config.block_k, Device.of(x.device).has_tma
+    values, x_scale, device = values_of(weight), None, out.device
+    k, span, tma = values.shape[2], config.block_k, Device.of(device).has_tma
     if isinstance(weight, FP8Weight):
-        x, x_scale, _ = quantize_rows(x)
+        x, x_scale, _ = x if isinstance(x, FP8Rows) else quantize_rows(x)
         tma, span = True, GROUP
+    assert isinstance(x, Tensor)
     if x.shape[1] != k or x.dtype != values.dtype or not (x.is_contiguous() and values.is_contiguous()):
         found = f"{x.dtype} {list(x.shape)}, {values.dtype} {list(values.shape)}"
         raise ValueError(f"contiguous rows and weights of one dtype and width expected, got {found}")
@@ -88,7 +98,8 @@ def _launch(
         routing.num_tokens, span=span, bias=bias, delta=delta, routing=(routing.tiles, routing.order, routing.weights),
         top_k=routing.top_k, activation=(activation.alpha, activation.limit), tma=tma, GATED=gated,
         X_LEFT=x_left, PARTS=False,
-        PREFETCH=prefetched_columns(PREFETCH_BYTES, config.block_n, x.element_size(), k), **pdl_options(x.device),
+        PREFETCH=prefetched_columns(PREFETCH_BYTES, config.block_n, x.element_size(), k), rounded_to=rounded_to,
+        **pdl_options(device),
     )  # fmt: skip
     return out
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.moe import few_rows, few_streamed
 from nanovllm.kernels.moe.choice import Chosen
 from nanovllm.kernels.moe.experts import ExpertActivation, ExpertWeight
@@ -41,18 +42,20 @@ class Routed(NamedTuple):
 
 
 def linear(
-    x: Tensor, weight: ExpertWeight, config: GemmConfig, routed: Routed | None, *, gated: bool,
-    norm: Norm | None = None, residual: Tensor | None = None, delta: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor | FP8Rows, weight: ExpertWeight, config: GemmConfig, routed: Routed | None, *, gated: bool,
+    norm: Norm | None = None, residual: Tensor | None = None, delta: Tensor | None = None, rounds: bool = False,
+) -> Tensor | FP8Rows:  # fmt: skip
     """gated: x [T, H] by weight [E, 2 I, H], gates first, -> the activation of each choice, as the other product takes
     it. Else that by weight [E, H, I], times each choice's score: [top_k, T, H] in float32, or in x's dtype with
     config.round_sums; by kernels for few rows their sum [T, H], and what a shared expert computed, which are added to
     `residual`, where there is one. norm: of x, for kernels for few rows. delta float32 [T * top_k, rows of an expert],
-    in routing's order: added to the products before these are rounded; not by kernels for few rows."""
+    in routing's order: added to the products before these are rounded; not by kernels for few rows. rounds: see
+    expert_gate_up."""
     assert routed is not None
     assert delta is None or not config.is_skinny, config
     activation, (of_gate_up, of_down) = routed.activation, routed.biases
     if config.is_skinny:
+        assert isinstance(x, Tensor)
         chosen = Chosen(routed.logits, routed.options, *routed.of_router)
         if gated:
             around = (chosen, config, activation, norm)
@@ -64,6 +67,7 @@ def linear(
             return few_rows.down(x, weight, *adds, routed.beside[1])
         return few_streamed.down(x, weight, *adds, of_down)
     if gated:
-        return routed.kernels.expert_gate_up(x, weight, routed.routing, config, activation, of_gate_up, delta)
+        more = {"rounds": True} if rounds else {}
+        return routed.kernels.expert_gate_up(x, weight, routed.routing, config, activation, of_gate_up, delta, **more)
     dtype = x.dtype if config.round_sums else torch.float32
     return routed.kernels.expert_down(x, weight, routed.routing, config, dtype, of_down, delta)

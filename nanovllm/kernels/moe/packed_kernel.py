@@ -1,7 +1,8 @@
 """The kernel of experts' products by weights of 4 and 8 bits; packed.py launches it."""
 
 from nanovllm.kernels.base.triton_import import tl, triton
-from nanovllm.kernels.gemm.tile import enter_tile, result, store_by_choice, tile_of_rows
+from nanovllm.kernels.gemm.tile import enter_tile, result, tile_of_rows
+from nanovllm.kernels.gemm.tile_store import store_by_choice
 from nanovllm.kernels.gemm.unpack import SPAN, add_block, of_expert, words_at, words_of_row
 
 

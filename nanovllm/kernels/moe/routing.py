@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.base.device import pdl_options, start_early
+from nanovllm.kernels.base.float_order import from_ordered, to_ordered
 from nanovllm.kernels.base.triton_import import tl, triton
 
 _TILE_ELEMENTS = 8192
@@ -23,6 +24,8 @@ _COUNTED_BLOCKS = 32
 """Blocks whose counts _sort_kernel reads at once."""
 LOWEST = -3e38
 """Number below all logits; a logit that is not a number counts as this, so that every token has k different experts."""
+TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))
+"""Key of a taken expert, below that of any score."""
 
 
 @dataclass(frozen=True)
@@ -152,21 +155,37 @@ def _weights(values, score, lane, expert, TOP_K: tl.constexpr, EXPERTS: tl.const
 
 
 @triton.jit
+def keys_of(choice):
+    """Scores as integers of their order, int32, of which a warp finds the greatest of 32 in one instruction."""
+    return to_ordered(tl.where(choice == 0.0, 0.0, choice))  # -0.0 is no less
+
+
+@triton.jit
+def take_best(keys):
+    """(expert [ROWS, 1], its key [ROWS, 1], `keys` [ROWS, EXPERTS] without it), the lower number where two are equal.
+    """
+    expert = tl.arange(0, keys.shape[1])[None, :]
+    key = tl.max(keys, axis=1)[:, None]
+    best = tl.min(tl.where(keys == key, expert, keys.shape[1]), axis=1)[:, None]
+    return best, key, tl.where(expert == best, TAKEN, keys)
+
+
+@triton.jit
 def _best_experts(choice, score, inside, expert, lane, TOP_K: tl.constexpr, IS_SCORE: tl.constexpr):
     """Finds the TOP_K best of choice [ROWS, EXPERTS], best first: their values, which are of `score` where IS_SCORE,
     and numbers, both [ROWS, lanes], and each expert's slot [ROWS, EXPERTS], -1 where it is not chosen."""
     values = tl.full([choice.shape[0], lane.shape[1]], float("-inf"), tl.float32)
     ids = tl.zeros([choice.shape[0], lane.shape[1]], dtype=tl.int32)
     slot_of = tl.full(choice.shape, -1, tl.int32)
+    keys = keys_of(choice)
     for slot in tl.static_range(TOP_K):
-        value, best = tl.max(choice, axis=1, return_indices=True)
-        hit = expert == best[:, None]
+        best, key, keys = take_best(keys)
+        value = from_ordered(key)
         if IS_SCORE:
-            value = tl.sum(tl.where(hit, score, 0.0), axis=1)
-        values = tl.where(lane == slot, value[:, None], values)
-        ids = tl.where(lane == slot, best[:, None], ids)
-        slot_of = tl.where(hit & inside, slot, slot_of)
-        choice = tl.where(hit, float("-inf"), choice)
+            value = tl.sum(tl.where(expert == best, score, 0.0), axis=1)[:, None]
+        values = tl.where(lane == slot, value, values)
+        ids = tl.where(lane == slot, best, ids)
+        slot_of = tl.where((expert == best) & inside, slot, slot_of)
     return values, ids, slot_of
 
 

@@ -254,7 +254,9 @@ def _launch_of_choice(product: Product, rows: int, rules: Rules) -> Launch:
     kernel: Kernel = "tile" if rules.is_fused and rules.device.is_cuda else "twin"
     config = replace(config, kernel=kernel, round_sums=not is_gated and (rows > TILE_ROWS or one_order))
     why = "rule" if rows > most_few else "no kernel for few tokens"
-    return Launch(config, gate=is_gated, why=why)
+    rounds = is_gated and dtype == FP8 and kernel == "tile" and config.block_n == 128  # columns that share a scale
+    rounds &= not one_order and not product.is_adapted
+    return Launch(config, gate=is_gated, rounds=rounds, why=why)
 
 
 def _is_few(choice: Choice, product: Product, rows: int, rules: Rules) -> bool:

@@ -151,7 +151,9 @@ def _tiles_of(
     return first, second
 
 
-_ALONE_CHOICES, _ALONE = 16, _tiles_of(16, (32, 128, 4), (64, 128, 4))
+_ALONE = 16, _tiles_of(16, (32, 128, 4), (64, 128, 4))
+_FP8_ALONE = 64, _tiles_of(16, (64, 128, 4), (128, 128, 4))
+_PACKED_ALONE = 16, _tiles_of(16, (64, 128, 4), (64, 128, 4))
 """Tiles for so few choices that narrow ones are needed to occupy all processors."""
 _EXPERT_TILES = (
     (6.0, _tiles_of(16, (64, 128, 3), (64, 128, 3))),
@@ -160,9 +162,9 @@ _EXPERT_TILES = (
     (inf, _tiles_of(128, (128, 64, 3), (256, 64, 4), 8)),
 )
 _FP8_EXPERT_TILES = (
-    (6.0, _tiles_of(16, (64, 128, 4), (64, 128, 5))),
-    (24.0, _tiles_of(32, (64, 128, 4), (64, 128, 5))),
-    (64.0, _tiles_of(64, (64, 128, 4), (128, 128, 4))),
+    (14.0, _tiles_of(16, (128, 128, 3), (128, 128, 4))),
+    (24.0, _tiles_of(32, (128, 128, 3), (128, 128, 4))),
+    (64.0, _tiles_of(64, (128, 128, 3), (128, 128, 4), 8)),
     (inf, _tiles_of(128, (128, 128, 3), (128, 128, 3), 8)),
 )
 _PACKED_EXPERT_TILES = (
@@ -171,14 +173,13 @@ _PACKED_EXPERT_TILES = (
     (inf, _tiles_of(64, (64, 128, 3), (64, 128, 3))),
 )
 """(most choices of an expert on the average, tiles)"""
-_PACKED_ALONE = _tiles_of(16, (64, 128, 4), (64, 128, 4))
 
 
 def choice_ends(num_experts: int) -> set[int]:
     """Numbers of choices (tokens x experts of each) at which expert_tiles changes."""
     tables = (_EXPERT_TILES, _FP8_EXPERT_TILES, _PACKED_EXPERT_TILES)
     ends = {int(most * num_experts) for tiles in tables for most, _ in tiles[:-1]}
-    return ends | {_ALONE_CHOICES}
+    return ends | {most for most, _ in (_ALONE, _FP8_ALONE, _PACKED_ALONE)}
 
 
 def expert_tiles(
@@ -186,10 +187,10 @@ def expert_tiles(
 ) -> ExpertTiles:
     """Tiles for `num_choices` (tokens x experts of each) over so many experts. dtype: of the weights. most_shared:
     bytes of shared memory that a program may have."""
-    tables = {FP8: (_FP8_EXPERT_TILES, None), **dict.fromkeys(PACKED, (_PACKED_EXPERT_TILES, _PACKED_ALONE))}
-    tiles, alone = tables.get(dtype, (_EXPERT_TILES, _ALONE))
+    tables = {FP8: (_FP8_EXPERT_TILES, _FP8_ALONE), **dict.fromkeys(PACKED, (_PACKED_EXPERT_TILES, _PACKED_ALONE))}
+    tiles, (most_alone, alone) = tables.get(dtype, (_EXPERT_TILES, _ALONE))
     found = next(both for most, both in tiles if num_choices / num_experts <= most)
-    gate_up, down = alone if alone is not None and num_choices <= _ALONE_CHOICES else found
+    gate_up, down = alone if num_choices <= most_alone else found
     if dtype not in (*ITEM_SIZES, INT8):
         return gate_up, down
     item_size = ITEM_SIZES.get(dtype, 1)
@@ -219,9 +220,8 @@ def _narrower(config: GemmConfig) -> GemmConfig:
 FEW_TOKENS = 4
 """Maximum tokens whose experts are read token by token. With more, two tokens choose the same expert more often, and
 tiles of an expert's rows read less."""
-FEW_TOKENS_OF = {FP8: 1, MXFP4: 2}
-"""Such tokens of weights that take long to widen, which tiles do once for all rows; of e4m3, as one kernel more rounds.
-"""
+FEW_TOKENS_OF = {FP8: 2, MXFP4: 2}
+"""Such tokens of weights that take long to widen, which tiles do once for all rows."""
 FEW_ROUTER = GemmConfig("fma", 8, block_k=1024, stages=2)
 FEW_EXPERTS = GemmConfig("fma", 32, block_k=512, stages=1), GemmConfig("fma", 8, block_k=256, stages=8)
 FP8_FEW_EXPERTS = streaming(4, 2), streaming(4, 6)
