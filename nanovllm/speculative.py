@@ -24,9 +24,9 @@ class Method(NamedTuple):
 
 METHODS = {
     "ngram": Method(("prompt_lookup_max", "prompt_lookup_min"), looks_up=True),
-    "eagle3": Method(("model",), reads_pairs=True, layers_by_token=1.7),
-    "dflash": Method(("model",), layers_by_pass=8.0),  # five layers, and a head of the whole vocabulary
-    "dspark": Method(("model",), layers_by_pass=11.0),
+    "eagle3": Method(("model", "quantization"), reads_pairs=True, layers_by_token=1.7),
+    "dflash": Method(("model", "quantization"), layers_by_pass=8.0),  # five layers, and a head of the whole vocabulary
+    "dspark": Method(("model", "quantization"), layers_by_pass=11.0),
     "mtp": Method((), reads_pairs=True, layers_by_token=4.2),  # one layer, and a head of the whole vocabulary
 }
 _ALIASES = {f"{family}_mtp": "mtp" for family in ("deepseek", "glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5")}
@@ -49,6 +49,8 @@ class Speculation(NamedTuple):
     """Share of cases in which each drafted token counts as right, whatever it is; None: where it is."""
     model: str | None = None
     """Folder or hub id of the model that drafts; None: tokens are looked up, or layers of the model itself draft."""
+    quantization: str | None = None
+    """"fp8": its layers and an output head of its own are rounded to e4m3 while they load."""
 
 
 def most_places(max_num_seqs: int, tokens_per_step: int) -> int:
@@ -78,6 +80,8 @@ def parse_speculation(config: Mapping[str, Any]) -> Speculation:
     model = config.get("model")
     if "model" in names and not (isinstance(model, (str, PathLike)) and str(model)):
         refuse("speculative_config: model", model, "a path or hub id")
+    if (quantization := config.get("quantization")) not in (None, "fp8"):
+        refuse("speculative_config: quantization", quantization, "None or 'fp8'")
     count = _integer(config, "num_speculative_tokens", None, 1, MAX_TOKENS)
     longest = _integer(config, "prompt_lookup_max", 4, 1, MAX_MATCHED)
     shortest = _integer(config, "prompt_lookup_min", min(2, longest), 1, longest)
@@ -88,7 +92,8 @@ def parse_speculation(config: Mapping[str, Any]) -> Speculation:
             bound = f"{count} numbers from 1 to 0, none above the one before"
             refuse("speculative_config: synthetic_acceptance_rates", rates, bound)
         rates = tuple(map(float, rates))
-    return Speculation(method, count, (shortest, longest), rates, None if model is None else str(model))
+    model = None if model is None else str(model)
+    return Speculation(method, count, (shortest, longest), rates, model, quantization)
 
 
 def _integer(config: Mapping[str, Any], name: str, default: int | None, least: int, most: int) -> int:

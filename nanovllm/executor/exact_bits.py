@@ -34,6 +34,8 @@ def _rules(config: EngineConfig, model: ModelConfig, capability: tuple[int, int]
     yield is_other, "model", config.model, "without mixers and MLPs that its family alone has"
     for option, default in _UNSET.items():
         yield (given := getattr(config, option)) != default, option, given, repr(default)
+    is_rounded = config.speculation is not None and config.speculation.quantization is not None
+    yield is_rounded, "speculative_config: quantization", "fp8", "None"
     quantized = [held for layer in model.layers for held in layer.formats]
     is_packed = any(one.method != "mxfp4" or one.layout for one in quantized)  # of gpt-oss experts alone are in 4 bits
     yield is_packed, "model", config.model, "a checkpoint that is not quantised"

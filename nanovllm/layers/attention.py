@@ -154,7 +154,7 @@ class Attention(WeightedModule, PagedAttention):
         """The result of the wanted tokens, [N, hidden], as call.residual is; all have their keys stored."""
         assert call.step is not None
         wanted, attended = call.step.wanted, self.attend(self.qkv_proj(x, call), call)
-        if isinstance(attended, FP8Rows):  # of decode rows, which are all wanted
+        if isinstance(attended, FP8Rows):
             return self.o_proj(attended, call)
         if wanted is not None:
             call, attended = call._replace(rows=wanted), wanted_rows(attended, wanted)
@@ -167,12 +167,14 @@ class Attention(WeightedModule, PagedAttention):
 
     def attend(self, qkv: torch.Tensor, call: Call) -> torch.Tensor | FP8Rows:
         """Computes everything between the projections: [T, (heads + 2 * kv_heads) * head_dim], without values of their
-        own fewer, -> [T, heads * head_dim]."""
+        own fewer, -> [T, heads * head_dim], rounded only where all are wanted."""
         cache, step = self.cache, call.step
         assert step is not None
         q = self._stored(qkv, self.norm_rope, step, self.qkv_proj.bias)
         out = empty_rows(q.shape[0], q.shape[1] * q.shape[2], qkv.dtype, q.device).view(q.shape)
         behind = self.o_proj.launch(q.shape[0], call)
+        if behind.rounded and step.wanted is not None:
+            behind = replace(behind, rounded=False)
         attended = step.backend.forward(q, cache, step.attention, out, self.spec, self.sinks, behind)
         return attended if isinstance(attended, FP8Rows) else out.view(out.shape[0], -1)
 

@@ -131,7 +131,8 @@ class ModelRunner:
             logger.warning("no CUDA graphs, which is slow: %s", self.no_graphs_because)
         self._tell_backend()
         widened = self.device.type == "cuda" and not self.planner.rules.device.has_tma
-        if is_first and widened and any(isinstance(part, FP8Matrix) for part in self.model.modules()):
+        parts = [*self.model.modules(), *(() if self.drafter is None else self.drafter.modules())]
+        if is_first and widened and any(isinstance(part, FP8Matrix) for part in parts):
             logger.warning("FP8 weights are widened for each product, slowly: it takes compute capability 9.x or 10.x")
         self.sleepable = sleepable = SleepableMemory(self.device)
         self.memory.count(lambda: sleepable.nbytes)

@@ -1,4 +1,5 @@
-"""Rows of a layer whose output projection is in e4m3: attention's merge rounds them."""
+"""Rows of a layer whose output projection is in e4m3: attention's merge rounds them, but where some alone are wanted,
+as of a model that drafts."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,11 +59,13 @@ def test_the_output_projection_takes_what_a_kernel_of_its_own_would_round(
         step = ForwardStep(torch.zeros_like(nowhere), (nowhere,), case.metadata, backend)
         call = Call(step, residual=case.q.new_zeros(rows, 128))
         planned = attention.o_proj.launch(rows, call)
-        for launch in (replace(planned, rounded=True), replace(planned, rounded=False)):
+        for rounds, wanted in ((True, None), (False, None), (True, torch.tensor([real - 1], device=device))):
+            launch, step.wanted = replace(planned, rounded=rounds), wanted
             monkeypatch.setattr(attention.o_proj, "launch", lambda *_, launch=launch: launch)
             attention(call.residual, call)
-        rounded, wide = projections
+        rounded, wide, last = projections
         assert isinstance(rounded, FP8Rows) and isinstance(wide, torch.Tensor) and wide[:real].std() > 0
+        assert isinstance(last, torch.Tensor) and torch.equal(last, wide[real - 1 : real])
         want = quantize_rows(wide)
     assert torch.equal(rounded.values[:real].float(), want.values[:real].float())
     assert torch.equal(rounded.scales[:real], want.scales[:real])

@@ -54,11 +54,13 @@ def test_weights_and_kv_are_those_of_an_engine(
     assert sum(group["token_bytes"] for group in found["kv_cache"]) == per_token
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dspark"])
-def test_a_model_that_drafts_counts(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("method", "quantization"), [("eagle3", None), ("eagle3", "fp8"), ("dspark", None)])
+def test_a_model_that_drafts_counts(
+    method: str, quantization: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its weights, the keys of its layers, and what it reads."""
     folder = eagle_head.save(tmp_path) if method == "eagle3" else block_head.save(tmp_path, method)
-    config = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+    config = {"method": method, "model": str(folder), "num_speculative_tokens": 3, "quantization": quantization}
     words = (EngineConfig("demo").model, "-tp", "1", "--dtype", "float32")
     [alone] = plan(capsys, *words)["plans"]
     [found] = plan(capsys, *words, "--speculative-config", json.dumps(config))["plans"]

@@ -23,6 +23,7 @@ from nanovllm.engine.sequence import RowPrefix
 from nanovllm.kernels.step.state import DeviceState
 from nanovllm.models.drafters import with_drafter
 from nanovllm.models.registry import read_model_config
+from nanovllm.runner.footprint import weight_bytes
 
 EAGLE_TAPS = eagle_head.SIZES["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 K = 3
@@ -31,8 +32,12 @@ Seen = tuple[int, int, int, list[int], torch.Tensor]
 
 
 @contextmanager
-def engine(folder: Path, method: str = "eagle3", **options: Any) -> Iterator[LLM]:
-    speculative = {"method": method, "model": str(folder), "num_speculative_tokens": K}
+def engine(
+    folder: Path, method: str = "eagle3", quantization: str | None = None, **options: Any
+) -> Iterator[LLM]:  # fmt: skip
+    speculative = {
+        "method": method, "model": str(folder), "num_speculative_tokens": K, "quantization": quantization
+    }  # fmt: skip
     with LLM("demo", device="cpu", seed=5, max_num_seqs=8, speculative_config=speculative, **options) as llm:
         yield llm
 
@@ -187,6 +192,34 @@ def test_speculators_spelling_of_a_checkpoint_is_the_same_head(tmp_path: Path, m
             llm.generate(PROMPTS[:1], params(temperature=0.0, max_tokens=8), use_tqdm=False)
             found.append([one[1:4] for one in seen])
     assert found[0] == found[1] and found[0]
+
+
+@pytest.mark.parametrize("head", ["plain", "DSpark", pytest.param("DFlash", marks=pytest.mark.slow)])
+def test_a_head_in_fp8_drafts_mostly_what_the_wide_one_does(
+    head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft_always(monkeypatch)
+    folder, found, sizes = saved(tmp_path, HEADS[head]), list[dict[tuple[int, int], int]](), list[int]()
+    for quantization in (None, "fp8"):
+        with engine(folder, HEADS[head].get("method", "eagle3"), quantization) as llm:
+            seen = watch(llm)
+            given = [params(temperature=0.0, seed=seed, max_tokens=16) for seed in range(len(PROMPTS))]
+            llm.generate(PROMPTS, given, use_tqdm=False)
+            found.append({(seed, length): drafts[0] for seed, length, _, drafts, _ in seen})
+            sizes.append(weight_bytes(llm.engine.executor.runner.drafter.checkpoint_weights()))  # type: ignore[attr-defined]
+    wide, rounded = found
+    alike = [rounded[at] == draft for at, draft in wide.items() if at in rounded]
+    assert len(alike) > 100 and sum(alike) > 0.8 * len(alike), "drafts, of which a few turn on the rounding"
+    assert sizes[1] < 0.7 * sizes[0], "an embedding, the projection of hidden states and narrow tables stay wide"
+
+
+def test_ranks_that_would_cut_a_head_within_its_blocks_are_refused(tmp_path: Path) -> None:
+    message = "tensor_parallel_size=2: o: 64 of 128 inputs for each rank: must be a multiple of 128 in fp8"
+    with (
+        pytest.raises(ValueError, match=f"^speculative_config: model=.*{message}"),
+        engine(eagle_head.save(tmp_path), quantization="fp8", tensor_parallel_size=2),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

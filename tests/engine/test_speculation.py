@@ -86,11 +86,11 @@ SCENARIOS: dict[str, tuple[list[str], list[SamplingParams], dict[str, Any]]] = {
 }
 
 
-def start(k: int, options: dict[str, Any], head: tuple[str, Path] | None = None) -> LLM:
-    """An engine without drafts, with a head of that method, or one that looks up."""
+def start(k: int, options: dict[str, Any], head: tuple[str, Path, str | None] | None = None) -> LLM:
+    """An engine without drafts, with a head of that method and quantization, or one that looks up."""
     speculative: dict[str, Any] | None = {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": 1}
     if head is not None:
-        speculative = {"method": head[0], "num_speculative_tokens": k, "model": str(head[1])}
+        speculative = dict(zip(("method", "model", "quantization"), head, strict=True), num_speculative_tokens=k)
     speculative = speculative if k else None
     return LLM("demo", device="cpu", seed=5, max_num_seqs=24, speculative_config=speculative, **options)
 
@@ -216,6 +216,7 @@ MORE = [
 
 
 OF_A_HEAD = [
+    ("eagle3 fp8", "mixed", "head", 3), ("dflash fp8", "two ranks", "head", 3), ("dspark fp8", "chunks", "head", 3),
     ("eagle3", "tiny pool", "half", 3), ("eagle3", "chunks", "head", 3), ("eagle3", "options", "right", 3),
     ("eagle3", "windows", "wrong", 3), ("eagle3", "two ranks", "head", 3), ("eagle3", "padded adapters", "half", 3),
     ("dflash", "chunks", "head", 7), ("dspark", "padded options", "head", 2), ("dflash", "exact", "half", 3),
@@ -248,13 +249,16 @@ def test_nor_do_those_of_a_head(
 ) -> None:
     """Ids are noted by block as where drafts are looked up, for drafters that know texts."""
     monkeypatch.setattr(EngineConfig, "looks_up", True)
-    saved = eagle_head.save(tmp_path) if method == "eagle3" else block_head.save(tmp_path, method)
-    compare(name, drafter, k, monkeypatch, (method, saved))
+    method, _, rounded = method.partition(" ")
+    more: dict[str, Any] = {"num_attention_heads": 8} if rounded else {}  # 128 inputs of o_proj for each of two ranks
+    saved = eagle_head.save(tmp_path, **more) if method == "eagle3" else block_head.save(tmp_path, method, **more)
+    compare(name, drafter, k, monkeypatch, (method, saved, rounded or None))
 
 
 def compare(
-    name: str, drafter: str, k: int, monkeypatch: pytest.MonkeyPatch, head: tuple[str, Path] | None = None
-) -> None:
+    name: str, drafter: str, k: int, monkeypatch: pytest.MonkeyPatch,
+    head: tuple[str, Path, str | None] | None = None,
+) -> None:  # fmt: skip
     """Compares a scenario's outputs with those without drafts."""
     expected, texts = without(name)
     random.seed(1)
@@ -369,6 +373,11 @@ def test_synthetic_rates_are_met_whatever_is_drafted() -> None:
             {"method": "ngram", "num_speculative_tokens": 2, "synthetic_acceptance_rates": [0.2, 0.4]},
             "synthetic_acceptance_rates=.*2 numbers from 1 to 0",
         ),
+        *(
+            ({"method": method, "num_speculative_tokens": 3, "quantization": "fp8"}, "'quantization' is not taken")
+            for method in ("ngram", "mtp", "qwen3_next_mtp")
+        ),
+        ({"method": "dspark", "model": "a", "quantization": "int4"}, "config: quantization='int4': must be .* 'fp8'"),
         ("ngram", "must be a dict"),
     ],
 )

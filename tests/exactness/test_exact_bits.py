@@ -168,11 +168,13 @@ def test_no_bit_depends_on_the_steps_of_several_ranks(references: References, dt
         assert_bits(generate(llm, REQUESTS), alone)
 
 
+HEAD = {"method": "eagle3", "model": ".", "num_speculative_tokens": 3, "quantization": "fp8"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"exact_bits": "all"}, "exact_bits='all'"),
     ({"attention_backend": "flex"}, "attention_backend='flex'"),
     ({"kernel_choices": "some.json"}, "kernel_choices='some.json'"),
     ({"quantization": "fp8"}, "quantization='fp8'"),
+    ({"speculative_config": HEAD}, "speculative_config: quantization='fp8': must be None with exact_bits='batch'"),
     ({"disable": "gemm_kernels"}, "disable='gemm_kernels'"),
     ({"model_impl": "transformers"}, "model_impl='transformers'"),
     ({"exact_bits": "tp", "tensor_parallel_size": 3}, "tensor_parallel_size=3"),

@@ -17,7 +17,7 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import EngineConfig
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.weights import TensorSource
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, Quantization
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.drafters.shared import Drafter, ModelDrafter
 from nanovllm.models.files import check_configuration, check_weights, read_json
@@ -48,6 +48,8 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
         if not names and config.load_format == "auto":
             raise ValueError("no tensor in the checkpoint is one of a layer that drafts")
         drafter = _module(config).read(raw, str(folder), model, names, config.speculation.num_tokens)
+        if config.speculation.quantization is not None:
+            drafter = replace(drafter, model=_rounded(drafter.model))
         found = replace(model, drafter=drafter)
         found.check_tensor_parallel(config.tensor_parallel_size)
     except ValueError as error:
@@ -55,12 +57,23 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     return found
 
 
+def _rounded(model: ModelConfig) -> ModelConfig:
+    """A model that drafts, with layers and a head of its own in FP8."""
+    how = Quantization("fp8", "block", while_loading=True)
+    layers = tuple(replace(spec, quantization=how) for spec in model.layers)
+    return replace(model, layers=layers, head_precision=how)
+
+
 def build(config: EngineConfig, context: ModelContext, target: Any) -> Drafter:
     """The Drafter of context.config, empty. target: the DecoderForCausalLM that it drafts for, whatever adapters rows
-    have: it reads the streams that these have changed, and has none of its own."""
+    have: it reads the streams that these have changed, and has none of its own. Raises ValueError where ranks cannot
+    share it."""
     drafter = context.config.drafter
     assert drafter is not None
-    found: Drafter = _module(config).Drafter(replace(context, config=drafter.model, adapters=None), drafter, target)
+    try:
+        found: Drafter = _module(config).Drafter(replace(context, config=drafter.model, adapters=None), drafter, target)
+    except ValueError as error:
+        raise _of_drafter(Path(drafter.folder), error) from None
     return found
 
 

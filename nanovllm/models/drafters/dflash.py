@@ -6,6 +6,7 @@ Checkpoints are those of its authors (`DFlashDraftModel`).
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +70,9 @@ def read_block(
     for name in ("hidden_size", "vocab_size"):
         if fields[name] != (wanted := getattr(model, name)):
             refuse(name, fields[name], f"{wanted}, the target's")
-    drafter = ModelConfig(architecture="Qwen3ForCausalLM", **{**fields, "eos_token_ids": ()})
+    wide = frozenset({("qkv", None)})  # whatever else is rounded: `keep` reads a part of it
+    layers = tuple(replace(spec, others=wide) for spec in fields["layers"])
+    drafter = ModelConfig(architecture="Qwen3ForCausalLM", **{**fields, "layers": layers, "eos_token_ids": ()})
     tensors = frozenset({EMBEDDING, HEAD}.intersection(names))
     before = tuple(layer + 1 for layer in taps)  # entries are layers behind which they read, -1 the embedding
     return DrafterConfig(drafter, folder, before, model.vocab_size, tensors, mask_token_id=mask, markov_rank=markov)
@@ -93,7 +96,9 @@ class Drafter(shared.Drafter):
         self.norm = taken_in(context, make_norm(context), before)
         head = target.lm_head
         if HEAD in settings.tensors:
-            self.lm_head = head = VocabParallelEmbedding(context, config.vocab_size, config.hidden_size)
+            self.lm_head = head = VocabParallelEmbedding(
+                context, config.vocab_size, config.hidden_size, config.head_precision
+            )
         self.logits, self.vocab_start = head.logits, head.vocab_start
 
     def taken_in(self, taps: torch.Tensor) -> torch.Tensor:

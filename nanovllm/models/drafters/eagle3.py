@@ -87,7 +87,7 @@ class Drafter(shared.Drafter):
         )
         self.self_attn = Attention(context, spec, PositionTables.of(context), Around(adds_parts=True), 2 * hidden_size)
         self.mlp = dense_mlp(context, spec, SUMMED_AFTER)
-        self.lm_head = VocabParallelEmbedding(context, settings.vocab_size, hidden_size)
+        self.lm_head = VocabParallelEmbedding(context, settings.vocab_size, hidden_size, config.head_precision)
         self.logits, self.vocab_start = self.lm_head.logits, self.lm_head.vocab_start
         self._has_offsets = _OFFSETS in settings.tensors
         if self._has_offsets:
