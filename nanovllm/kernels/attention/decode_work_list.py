@@ -59,8 +59,7 @@ FP8_TUNING: Tuning = (
     (4, DecodeConfig(num_warps=2, num_stages=2, programs_per_sm=4, min_chunk=64, max_splits=16, merge_heads=1)),
     (16, DecodeConfig(num_warps=2, num_stages=2, programs_per_sm=4, min_chunk=128, merge_heads=1)),
     (40, DecodeConfig(num_warps=2, programs_per_sm=4, min_chunk=512)),
-    (96, DecodeConfig(block_n=128)),
-    (None, DecodeConfig(num_warps=2, programs_per_sm=16)),
+    (None, DecodeConfig(num_warps=2, programs_per_sm=16, min_chunk=1024)),
 )
 """Tuning over keys and values in e4m3."""
 
