@@ -12,6 +12,7 @@ from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
+from nanovllm.kernels.attention.widened import LEAST_QUERIES, Copied, WidenedPages
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
@@ -32,6 +33,8 @@ class PrefillRows(NamedTuple):
     cu_seqlens_q: torch.Tensor
     tiles: dict[int, torch.Tensor]
     """Tiles by their number of queries."""
+    copied: Copied | None
+    """Copies of their blocks in float16, which layers of some kinds read; None: all read the cache."""
 
 
 class TritonBackend(AttentionBackend):
@@ -59,6 +62,8 @@ class TritonBackend(AttentionBackend):
             self.work_lists[spec] = work_lists.setdefault((*kind, together), work_list)
             prefill = PrefillAttention if spec.value_dim is None else LatentPrefill
             self.prefill[spec] = prefill(spec, block_size, rows, device, self._prefill_config(spec))
+        self.widened = self._widened_pages()
+        self.prefers_eager_prompts = self.widened is not None
         if setup.places > 1:
             logger.info("decode attention: %s", "; ".join(sorted({each.why for each in work_lists.values()})))
         scratch = DecodeScratch.for_specs(self.work_lists, device)
@@ -72,6 +77,15 @@ class TritonBackend(AttentionBackend):
         if spec.value_dim is not None:
             return latent_prefill_config(dtype, most_shared)
         return prefill_config(spec.head_dim, dtype, self.setup.has_fp8_cache, most_shared)
+
+    def _widened_pages(self) -> WidenedPages | None:
+        """Room for copies of keys and values in e4m3, where the device reads them faster."""
+        setup, device = self.setup, Device.of(self.device)
+        if not (setup.has_fp8_cache and device.has_tma and setup.dtype.itemsize == 2):
+            return None
+        sizes = (setup.block_size, setup.max_num_seqs, setup.max_model_len)
+        found = WidenedPages(setup.specs, *sizes, self.device, device.shared_bytes)
+        return found if found.num_blocks else None
 
     @classmethod
     def check(cls, setup: AttentionSetup) -> None:
@@ -129,15 +143,27 @@ class TritonBackend(AttentionBackend):
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows
-        cu_seqlens_q, context_lens = metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
-        kinds = {prefill.config.block_m: prefill for prefill in self.prefill.values()}
-        num_tokens = metadata.num_tokens - n
-        tiles = {block_m: each.list_tiles(cu_seqlens_q, context_lens, num_tokens) for block_m, each in kinds.items()}
-        return PrefillRows(metadata.row_slot[n:], context_lens, cu_seqlens_q, tiles)
+        row_slot, cu_seqlens_q = metadata.row_slot[n:], metadata.cu_seqlens_q[n:]
+        context_lens = metadata.context_lens[n:]
+        num_tokens, num_blocks, copied = metadata.num_tokens - n, metadata.num_prefill_blocks, None
+        kinds: dict[AttentionSpec, PrefillAttention] = self.prefill
+        least = max(LEAST_QUERIES, LEAST_QUERIES // 4 * metadata.num_prefill_rows)
+        if self.widened is not None and 0 < num_blocks <= self.widened.num_blocks and num_tokens >= least:
+            copied = self.widened.list_blocks(row_slot, context_lens, metadata.block_tables, num_blocks)
+            kinds = kinds | self.widened.attends
+        by_size = {prefill.config.block_m: prefill for prefill in kinds.values()}
+        tiles = {block_m: each.list_tiles(cu_seqlens_q, context_lens, num_tokens) for block_m, each in by_size.items()}
+        return PrefillRows(row_slot, context_lens, cu_seqlens_q, tiles, copied)
 
     def _forward_prefill(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
                          spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
         rows: PrefillRows = metadata.workspace
+        if rows.copied is not None and self.widened is not None and spec in self.widened.attends:
+            assert cache.scales is not None
+            tiles = rows.tiles[self.widened.attends[spec].config.block_m]
+            places = rows.copied.blocks[cache.table], rows.copied.starts, rows.cu_seqlens_q, rows.context_lens, tiles
+            self.widened(q, cache.k, cache.v, cache.scales, *places, out, spec, sinks)
+            return
         prefill, table = self.prefill[spec], metadata.block_tables[cache.table]
         places = table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens, rows.tiles[prefill.config.block_m], out
         if isinstance(prefill, LatentPrefill):
@@ -150,22 +176,29 @@ class TritonBackend(AttentionBackend):
         for rows in self.work_lists[spec].size_classes():
             self._warmup_step(cache, spec, num_decode=rows, num_prefill=0)
         self._warmup_step(cache, spec, num_decode=0, num_prefill=1)
+        if self.widened is not None and spec in self.widened.attends:
+            self._warmup_step(cache, spec, num_decode=0, num_prefill=1, padding=LEAST_QUERIES)
 
-    def _warmup_step(self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int) -> None:
+    def _warmup_step(
+        self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int, padding: int = 0
+    ) -> None:
+        """padding: tokens behind those of the rows; with some, the step's prompts are as those of an eager one."""
         rows = num_decode + num_prefill
+        tokens = rows + padding
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         max_blocks = -(-self.setup.max_model_len // self.block_size)
         metadata = AttentionMetadata(
             num_rows=rows, num_decode_rows=num_decode, row_slot=torch.zeros(rows, **integers),
             context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
             block_tables=(torch.zeros(self.setup.max_num_seqs, max_blocks, **integers),), max_seqlen_q=1,
-            max_context_len=self.setup.max_model_len, num_tokens=rows)
+            max_context_len=self.setup.max_model_len, num_tokens=tokens,
+            num_prefill_blocks=num_prefill if padding else 0)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = spec.num_heads + 2 * spec.num_kv_heads
         dtype = self.setup.dtype
         q_dtype = torch.float16 if cache.scales is not None and dtype == torch.bfloat16 else dtype
-        qkv = torch.zeros(rows, heads, spec.head_dim, dtype=q_dtype, device=self.device)
-        out = torch.empty(rows, spec.num_heads, spec.out_dim, dtype=dtype, device=self.device)
+        qkv = torch.zeros(tokens, heads, spec.head_dim, dtype=q_dtype, device=self.device)
+        out = torch.empty(tokens, spec.num_heads, spec.out_dim, dtype=dtype, device=self.device)
         sinks = torch.zeros(spec.num_heads, dtype=dtype, device=self.device) if spec.has_sinks else None
         self.prepare(metadata)
         self.forward(qkv[:, : spec.num_heads], replace(cache, table=0), metadata, out, spec, sinks)
@@ -179,3 +212,6 @@ class FixedOrderTritonBackend(TritonBackend):
 
     def _prefill_config(self, spec: AttentionSpec) -> PrefillConfig:
         return fixed_order_config(spec.head_dim)
+
+    def _widened_pages(self) -> None:
+        return None

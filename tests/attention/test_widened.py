@@ -1,0 +1,126 @@
+"""Prefill attention over copies in float16 of keys and values in e4m3: the bits of attention over the cache itself."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like, setup_of
+from test_backends import make_backend, run
+
+from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.kernels.attention import widened
+from nanovllm.kernels.attention.prefill import prefill_config
+from nanovllm.kernels.attention.widened import WidenedPages, copied_blocks, copies_bytes, widened_config, widens
+from nanovllm.kernels.plan.config import SHARED_BYTES
+
+# Decodes, whole prompts, chunks behind a prefix, and padding.
+STEP: tuple[list[int], list[int], int] = ([1, 1, 40, 70, 3, 0], [50, 130, 40, 200, 65, 0], 2)
+KINDS: list[dict[str, Any]] = [
+    {}, {"window": 100}, {"softcap": 5.0, "has_sinks": True}, {"head_dim": 128, "block_size": 128, "num_q_heads": 3,
+    "num_kv_heads": 1}, {"window": 7, "has_sinks": True, "block_size": 128}]
+
+
+def fp8_case(step: tuple[list[int], list[int], int] = STEP, **options: Any) -> Case:
+    shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64, "block_size": 64, **options}
+    return make_case(*step, padding_tokens=2, fp8=True, **shape)
+
+
+def pages_of(case: Case) -> WidenedPages:
+    setup = setup_of(case)
+    sizes = (setup.block_size, setup.max_num_seqs, setup.max_model_len)
+    return WidenedPages(setup.specs, *sizes, torch.device(DEVICE), SHARED_BYTES)
+
+
+def with_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
+    """A backend that makes them for any number of queries."""
+    monkeypatch.setattr("nanovllm.attention.triton_backend.LEAST_QUERIES", 4)
+    backend: Any = make_backend("triton", case)
+    backend.widened = pages_of(case)
+    return backend
+
+
+def blocks_of(case: Case) -> int:
+    m = case.metadata
+    return int((-(-m.context_lens[m.num_decode_rows :] // case.k_cache.shape[2])).sum())
+
+
+@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize("use_tma", [False, True])
+def test_a_step_has_the_same_bits(options: dict[str, Any], use_tma: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is left behind a row's keys, and on a GPU whatever the tiles of queries: numpy's products of matrices
+    take their sums in an order that depends on the number of rows."""
+    case = fp8_case(**options)
+    backend: Any = with_copies(case, monkeypatch)
+    plain: Any = make_backend("triton", case)
+    expected = run(case, plain)
+    assert case.error_of(expected) < TOLERANCE
+    if DEVICE == "cpu":
+        plain.prefill[case.spec].config = backend.widened.attends[case.spec].config
+        expected = run(case, plain)
+    backend.widened.attends[case.spec].use_tma = use_tma  # the interpreter has tensor descriptors too
+    backend.widened._memory.fill_(0xFF)  # NaN
+    for more in (0, 3):
+        copied = replace(case, metadata=replace(case.metadata, num_prefill_blocks=blocks_of(case) + more))
+        found = run(copied, backend)
+        assert copied.metadata.workspace.copied is not None
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_small_and_unknown_steps_read_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries, more blocks than there is room for, and lengths that the host does not know."""
+    case = fp8_case()
+    backend: Any = with_copies(case, monkeypatch)
+    room, needed = backend.widened.num_blocks, blocks_of(case)
+    for num_blocks, least, is_copied in ((needed, 4, True), (0, 4, False), (room + 1, 4, False), (needed, 512, False)):
+        monkeypatch.setattr("nanovllm.attention.triton_backend.LEAST_QUERIES", least)
+        m = replace(case.metadata, num_prefill_blocks=num_blocks)
+        backend.prepare(m)
+        assert (m.workspace.copied is not None) == is_copied
+
+
+def test_layers_of_other_kinds_read_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of 96 dimensions, beside some that are copied."""
+    kinds: list[dict[str, Any]] = [{}, {"head_dim": 96}, {"num_kv_heads": 1}]
+    cases = [fp8_case(**kind) for kind in kinds]
+    specs = tuple(case.spec for case in cases)
+    backend: Any = make_backend("triton", cases[0], specs)
+    setup = setup_of(cases[0], specs)
+    sizes = (setup.block_size, setup.max_num_seqs, setup.max_model_len)
+    monkeypatch.setattr("nanovllm.attention.triton_backend.LEAST_QUERIES", 4)
+    backend.widened = WidenedPages(specs, *sizes, torch.device(DEVICE), SHARED_BYTES)
+    assert set(backend.widened.attends) == {cases[0].spec, cases[2].spec}
+    m = replace(cases[0].metadata, num_prefill_blocks=blocks_of(cases[0]))
+    backend.prepare(m)
+    for case in cases:
+        out = backend.forward(case.q, case.cache, m, nan_like(case.q).to(DTYPE), case.spec, case.sinks)
+        assert case.error_of(out) < TOLERANCE
+
+
+def test_warmup_compiles_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = fp8_case()
+    backend: Any = with_copies(case, monkeypatch)
+    launched: list[bool] = []
+    monkeypatch.setattr(WidenedPages, "__call__", lambda *_: launched.append(True))
+    before = case.k_cache.view(torch.uint8).clone()
+    backend.warmup(case.cache, case.spec)
+    assert launched == [True]
+    assert torch.equal(case.k_cache.view(torch.uint8), before)
+
+
+def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = fp8_case()
+    spec, pages = case.spec, pages_of(case)
+    slots, most = case.metadata.block_tables[0].shape
+    assert pages.num_blocks == slots * most  # all blocks of all rows
+    assert copies_bytes([spec], 64, slots, most * 64) == pages._memory.nbytes
+    assert copies_bytes([spec], 64, 1 << 10, 1 << 17) <= widened.MOST_BYTES
+    eight = replace(spec, num_heads=32, num_kv_heads=8, head_dim=128)
+    assert copied_blocks([eight], 128, 256, 32768) * 128 >= 32768
+    assert not widens(replace(spec, head_dim=96), 64) and not widens(spec, 48) and copies_bytes([], 64, 8, 64) == 0
+    for head_dim in (64, 128, 256):
+        config = widened_config(head_dim, SHARED_BYTES)
+        assert config.block_n == prefill_config(head_dim, torch.float16, True).block_n
