@@ -12,7 +12,7 @@ from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
-from nanovllm.kernels.attention.widened import LEAST_QUERIES, Copied, WidenedPages
+from nanovllm.kernels.attention.widened import LEAST_QUERIES, Copied, CopyRoom, WidenedPages
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
@@ -63,7 +63,7 @@ class TritonBackend(AttentionBackend):
             prefill = PrefillAttention if spec.value_dim is None else LatentPrefill
             self.prefill[spec] = prefill(spec, block_size, rows, device, self._prefill_config(spec))
         self.widened = self._widened_pages()
-        self.prefers_eager_prompts = self.widened is not None
+        self.prefers_eager_prompts |= self.widened is not None
         if setup.places > 1:
             logger.info("decode attention: %s", "; ".join(sorted({each.why for each in work_lists.values()})))
         scratch = DecodeScratch.for_specs(self.work_lists, device)
@@ -80,12 +80,10 @@ class TritonBackend(AttentionBackend):
 
     def _widened_pages(self) -> WidenedPages | None:
         """Room for copies of keys and values in e4m3, where the device reads them faster."""
-        setup, device = self.setup, Device.of(self.device)
-        if not (setup.has_fp8_cache and device.has_tma and setup.dtype.itemsize == 2):
-            return None
-        sizes = (setup.block_size, setup.max_num_seqs, setup.max_model_len)
-        found = WidenedPages(setup.specs, *sizes, self.device, device.shared_bytes)
-        return found if found.num_blocks else None
+        setup = self.setup
+        sizes = setup.block_size, setup.max_num_seqs, setup.max_model_len
+        room = CopyRoom.of(setup.specs, *sizes, setup.dtype, Device.of(self.device))
+        return WidenedPages(room, setup.max_num_seqs, self.device) if setup.has_fp8_cache and room.num_blocks else None
 
     @classmethod
     def check(cls, setup: AttentionSetup) -> None:
@@ -160,9 +158,9 @@ class TritonBackend(AttentionBackend):
         rows: PrefillRows = metadata.workspace
         if rows.copied is not None and self.widened is not None and spec in self.widened.attends:
             assert cache.scales is not None
-            tiles = rows.tiles[self.widened.attends[spec].config.block_m]
-            places = rows.copied.blocks[cache.table], rows.copied.starts, rows.cu_seqlens_q, rows.context_lens, tiles
-            self.widened(q, cache.k, cache.v, cache.scales, *places, out, spec, sinks)
+            tiles, blocks = rows.tiles[self.widened.attends[spec].config.block_m], rows.copied.blocks[cache.table]
+            of_rows = blocks, rows.copied.starts, rows.cu_seqlens_q, rows.context_lens, tiles
+            self.widened(q, cache.k, cache.v, cache.scales, *of_rows, out, spec, sinks)
             return
         prefill, table = self.prefill[spec], metadata.block_tables[cache.table]
         places = table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens, rows.tiles[prefill.config.block_m], out

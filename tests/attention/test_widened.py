@@ -12,11 +12,13 @@ from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like, setup_of
 from test_backends import make_backend, run
 
 from nanovllm.attention.triton_backend import TritonBackend
-from nanovllm.kernels.attention import widened
 from nanovllm.kernels.attention.prefill import prefill_config
-from nanovllm.kernels.attention.widened import WidenedPages, copied_blocks, copies_bytes, widened_config, widens
+from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.attention.widened import MOST_BYTES, CopyRoom, WidenedPages, widened_config
 from nanovllm.kernels.plan.config import SHARED_BYTES
+from nanovllm.kernels.plan.device import Device
 
+H200 = Device.named("H200")
 # Decodes, whole prompts, chunks behind a prefix, and padding.
 STEP: tuple[list[int], list[int], int] = ([1, 1, 40, 70, 3, 0], [50, 130, 40, 200, 65, 0], 2)
 KINDS: list[dict[str, Any]] = [
@@ -29,10 +31,11 @@ def fp8_case(step: tuple[list[int], list[int], int] = STEP, **options: Any) -> C
     return make_case(*step, padding_tokens=2, fp8=True, **shape)
 
 
-def pages_of(case: Case) -> WidenedPages:
-    setup = setup_of(case)
+def pages_of(case: Case, specs: tuple[AttentionSpec, ...] = ()) -> WidenedPages:
+    setup = setup_of(case, specs)
     sizes = (setup.block_size, setup.max_num_seqs, setup.max_model_len)
-    return WidenedPages(setup.specs, *sizes, torch.device(DEVICE), SHARED_BYTES)
+    room = CopyRoom.of(setup.specs, *sizes, torch.bfloat16, H200)
+    return WidenedPages(room, setup.max_num_seqs, torch.device(DEVICE))
 
 
 def with_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
@@ -88,10 +91,8 @@ def test_layers_of_other_kinds_read_the_cache(monkeypatch: pytest.MonkeyPatch) -
     cases = [fp8_case(**kind) for kind in kinds]
     specs = tuple(case.spec for case in cases)
     backend: Any = make_backend("triton", cases[0], specs)
-    setup = setup_of(cases[0], specs)
-    sizes = (setup.block_size, setup.max_num_seqs, setup.max_model_len)
     monkeypatch.setattr("nanovllm.attention.triton_backend.LEAST_QUERIES", 4)
-    backend.widened = WidenedPages(specs, *sizes, torch.device(DEVICE), SHARED_BYTES)
+    backend.widened = pages_of(cases[0], specs)
     assert set(backend.widened.attends) == {cases[0].spec, cases[2].spec}
     m = replace(cases[0].metadata, num_prefill_blocks=blocks_of(cases[0]))
     backend.prepare(m)
@@ -111,16 +112,18 @@ def test_warmup_compiles_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(case.k_cache.view(torch.uint8), before)
 
 
-def test_room_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = fp8_case()
-    spec, pages = case.spec, pages_of(case)
-    slots, most = case.metadata.block_tables[0].shape
+def test_room_is_bounded() -> None:
+    case, bf16 = fp8_case(), torch.bfloat16
+    spec, pages, (slots, most) = case.spec, pages_of(case), case.metadata.block_tables[0].shape
     assert pages.num_blocks == slots * most  # all blocks of all rows
-    assert copies_bytes([spec], 64, slots, most * 64) == pages._memory.nbytes
-    assert copies_bytes([spec], 64, 1 << 10, 1 << 17) <= widened.MOST_BYTES
-    eight = replace(spec, num_heads=32, num_kv_heads=8, head_dim=128)
-    assert copied_blocks([eight], 128, 256, 32768) * 128 >= 32768
-    assert not widens(replace(spec, head_dim=96), 64) and not widens(spec, 48) and copies_bytes([], 64, 8, 64) == 0
+    assert CopyRoom.of([spec], 64, slots, most * 64, bf16, H200).nbytes == pages._memory.nbytes
+    assert CopyRoom.of([spec], 64, 1 << 10, 1 << 17, bf16, H200).nbytes <= MOST_BYTES
+    of_8b = AttentionSpec(32, 8, 128, 0.1)
+    assert CopyRoom.of([of_8b], 128, 256, 32768, bf16, H200).num_blocks * 128 >= 32768
+    for refused in (replace(spec, head_dim=96), replace(spec, value_dim=32)):
+        assert not CopyRoom.of([refused], 64, 8, 1024, bf16, H200).nbytes
+    for block_size, dtype, name in ((48, bf16, "H200"), (64, torch.float32, "H200"), (64, bf16, "L40S")):
+        assert not CopyRoom.of([spec], block_size, 8, 1024, dtype, Device.named(name)).nbytes
     for head_dim in (64, 128, 256):
         config = widened_config(head_dim, SHARED_BYTES)
         assert config.block_n == prefill_config(head_dim, torch.float16, True).block_n

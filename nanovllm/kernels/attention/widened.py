@@ -6,7 +6,7 @@ every e4m3, and the sums of a query have the same order whatever else is in its 
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, 
 from nanovllm.kernels.attention.scores import LOG2_E
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.triton_import import tl, triton
+from nanovllm.kernels.plan.device import Device
 
 LEAST_QUERIES = 512
 """Tokens of prompt rows that pay for a pass over their keys; and a quarter of them on average in each row."""
@@ -23,34 +24,35 @@ MOST_BYTES = 136 << 20
 """Of copies at once: 34,048 keys with eight heads of 128 dimensions."""
 
 
-def widens(spec: AttentionSpec, block_size: int) -> bool:
-    """Whether prefill attention of such layers can read copies, where the device has tensor descriptors."""
-    is_plain = spec.value_dim is None and spec.head_dim in (64, 128, 256)
-    return is_plain and block_size % prefill_config(spec.head_dim, torch.float16, fp8=True).block_n == 0
-
-
 def widened_config(head_dim: int, most_shared: int) -> PrefillConfig:
-    """The tiling of 16 bits, and of keys that of e4m3: it decides the order of sums."""
+    """The tiling of 16 bits by eight warps, which the scales take the registers of, and the tiles of keys of e4m3: they
+    decide the order of sums."""
     fp8 = prefill_config(head_dim, torch.float16, fp8=True)
-    return replace(prefill_config(head_dim, torch.float16, most_shared=most_shared), block_n=fp8.block_n)
+    wide = prefill_config(head_dim, torch.float16, most_shared=most_shared)
+    return replace(wide, block_n=fp8.block_n, num_warps=8 if wide.block_m > 64 else fp8.num_warps)
 
 
-def copied_blocks(specs: Iterable[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """Number of blocks that there is room for."""
-    most = max((_block_bytes(spec, block_size) for spec in specs), default=MOST_BYTES + 1)
-    return min(MOST_BYTES // most, max_num_seqs * -(-max_model_len // block_size))
+@dataclass(frozen=True)
+class CopyRoom:
+    """Size of the copies of one backend."""
 
+    specs: tuple[AttentionSpec, ...]
+    """Kinds of layers whose prompts may read copies."""
+    block_size: int
+    num_blocks: int
+    nbytes: int
 
-def copies_bytes(specs: Iterable[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int) -> int:
-    """Bytes of a WidenedPages of such layers."""
-    specs = [spec for spec in specs if widens(spec, block_size)]
-    most = max((_block_bytes(spec, block_size) for spec in specs), default=0)
-    return most * copied_blocks(specs, block_size, max_num_seqs, max_model_len)
-
-
-def _block_bytes(spec: AttentionSpec, block_size: int) -> int:
-    """Bytes of a block's keys and values in float16, and of their scales."""
-    return spec.num_kv_heads * block_size * (4 * spec.head_dim + 8)
+    @classmethod
+    def of(cls, specs: Iterable[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
+           dtype: torch.dtype, device: Device) -> "CopyRoom":
+        """Room for layers of these kinds over a cache in e4m3 beside a model in `dtype`: none where the device would
+        not read copies faster."""
+        found = tuple(spec for spec in specs if spec.value_dim is None and spec.head_dim in (64, 128, 256))
+        if not (found and device.has_tma and dtype.itemsize == 2 and block_size % 64 == 0):
+            return cls((), block_size, 0, 0)
+        of_block = block_size * max(spec.num_kv_heads * (4 * spec.head_dim + 8) for spec in found)  # and scales
+        num_blocks = min(MOST_BYTES // of_block, max_num_seqs * -(-max_model_len // block_size))
+        return cls(found, block_size, num_blocks, num_blocks * of_block)
 
 
 @triton.jit(do_not_specialize=["BLOCKS"])
@@ -90,17 +92,14 @@ class Copied(NamedTuple):
 class WidenedPages:
     """The copies, and attention that reads them. Layers run one after the other, so those of all kinds share memory."""
 
-    def __init__(self, specs: Iterable[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
-                 device: torch.device, most_shared: int) -> None:
-        self.block_size = block_size
+    def __init__(self, room: CopyRoom, max_num_seqs: int, device: torch.device) -> None:
+        self.block_size, self.num_blocks, shared = room.block_size, room.num_blocks, Device.of(device).shared_bytes
         self.attends = {
-            spec: PrefillAttention(spec, block_size, max_num_seqs, device, widened_config(spec.head_dim, most_shared))
-            for spec in specs if widens(spec, block_size)
+            spec: PrefillAttention(spec, room.block_size, max_num_seqs, device, widened_config(spec.head_dim, shared))
+            for spec in room.specs
         }
-        sizes = (block_size, max_num_seqs, max_model_len)
-        self.num_blocks = copied_blocks(self.attends, *sizes)
-        self._numbers = torch.arange(self.num_blocks, dtype=torch.int32, device=device)
-        self._memory = torch.empty(copies_bytes(self.attends, *sizes), dtype=torch.uint8, device=device)
+        self._numbers = torch.arange(room.num_blocks, dtype=torch.int32, device=device)
+        self._memory = torch.empty(room.nbytes, dtype=torch.uint8, device=device)
 
     def list_blocks(self, row_slot: torch.Tensor, context_lens: torch.Tensor, block_tables: tuple[torch.Tensor, ...],
                     num_blocks: int) -> Copied:
