@@ -12,7 +12,7 @@ from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
-from nanovllm.kernels.attention.widened import LEAST_QUERIES, Copied, CopyRoom, WidenedPages
+from nanovllm.kernels.attention.widened import LEAST_TOKENS, CopiedRows, CopyRoom, WidenedPages
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
@@ -29,12 +29,14 @@ class PrefillRows(NamedTuple):
     """The prefill rows of a step, and their tiles where the Triton kernel runs them."""
 
     row_slot: torch.Tensor
-    context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
     tiles: dict[int, torch.Tensor]
     """Tiles by their number of queries."""
-    copied: Copied | None
-    """Copies of their blocks in float16, which layers of some kinds read; None: all read the cache."""
+    copied: CopiedRows | None = None
+    """The rows as layers of some kinds read them, from copies in float16; None: all read the cache."""
+    uncopied: dict[int, torch.Tensor] | None = None
+    """Tiles of those that such layers read from the cache after all; None: there are none."""
 
 
 class TritonBackend(AttentionBackend):
@@ -63,7 +65,6 @@ class TritonBackend(AttentionBackend):
             prefill = PrefillAttention if spec.value_dim is None else LatentPrefill
             self.prefill[spec] = prefill(spec, block_size, rows, device, self._prefill_config(spec))
         self.widened = self._widened_pages()
-        self.prefers_eager_prompts |= self.widened is not None
         if setup.places > 1:
             logger.info("decode attention: %s", "; ".join(sorted({each.why for each in work_lists.values()})))
         scratch = DecodeScratch.for_specs(self.work_lists, device)
@@ -141,29 +142,34 @@ class TritonBackend(AttentionBackend):
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows
-        row_slot, cu_seqlens_q = metadata.row_slot[n:], metadata.cu_seqlens_q[n:]
-        context_lens = metadata.context_lens[n:]
-        num_tokens, num_blocks, copied = metadata.num_tokens - n, metadata.num_prefill_blocks, None
-        kinds: dict[AttentionSpec, PrefillAttention] = self.prefill
-        least = max(LEAST_QUERIES, LEAST_QUERIES // 4 * metadata.num_prefill_rows)
-        if self.widened is not None and 0 < num_blocks <= self.widened.num_blocks and num_tokens >= least:
-            copied = self.widened.list_blocks(row_slot, context_lens, metadata.block_tables, num_blocks)
-            kinds = kinds | self.widened.attends
-        by_size = {prefill.config.block_m: prefill for prefill in kinds.values()}
-        tiles = {block_m: each.list_tiles(cu_seqlens_q, context_lens, num_tokens) for block_m, each in by_size.items()}
-        return PrefillRows(row_slot, context_lens, cu_seqlens_q, tiles, copied)
+        rows = metadata.row_slot[n:], metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
+        num_tokens, num_blocks, widened = metadata.num_tokens - n, metadata.num_prefill_blocks, self.widened
+        is_known = num_blocks is not None or metadata.is_captured
+
+        def tiles(lens: torch.Tensor, attends: dict[AttentionSpec, PrefillAttention]) -> dict[int, torch.Tensor]:
+            sizes = {attend.config.block_m: attend for attend in attends.values()}
+            return {block_m: attend.list_tiles(rows[1], lens, num_tokens) for block_m, attend in sizes.items()}
+
+        if widened is None or not is_known or not widened.pays(num_tokens, metadata.num_prefill_rows, num_blocks):
+            return PrefillRows(*rows, tiles(rows[2], self.prefill))
+        copied = widened.list_rows(*rows, metadata.block_tables, num_tokens, num_blocks)
+        others = {spec: attend for spec, attend in self.prefill.items() if spec not in widened.attends}
+        uncopied = None if copied.uncopied is None else tiles(copied.uncopied, self.prefill)
+        return PrefillRows(*rows, tiles(rows[2], others), copied, uncopied)
 
     def _forward_prefill(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
                          spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
         rows: PrefillRows = metadata.workspace
+        tiles: dict[int, torch.Tensor] | None = rows.tiles
         if rows.copied is not None and self.widened is not None and spec in self.widened.attends:
             assert cache.scales is not None
-            tiles, blocks = rows.tiles[self.widened.attends[spec].config.block_m], rows.copied.blocks[cache.table]
-            of_rows = blocks, rows.copied.starts, rows.cu_seqlens_q, rows.context_lens, tiles
+            of_rows = rows.copied, cache.table, rows.cu_seqlens_q, rows.context_lens
             self.widened(q, cache.k, cache.v, cache.scales, *of_rows, out, spec, sinks)
+            tiles = rows.uncopied
+        if tiles is None:
             return
         prefill, table = self.prefill[spec], metadata.block_tables[cache.table]
-        places = table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens, rows.tiles[prefill.config.block_m], out
+        places = table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens, tiles[prefill.config.block_m], out
         if isinstance(prefill, LatentPrefill):
             prefill.attend(q, cache.k, *places)
         else:
@@ -175,7 +181,7 @@ class TritonBackend(AttentionBackend):
             self._warmup_step(cache, spec, num_decode=rows, num_prefill=0)
         self._warmup_step(cache, spec, num_decode=0, num_prefill=1)
         if self.widened is not None and spec in self.widened.attends:
-            self._warmup_step(cache, spec, num_decode=0, num_prefill=1, padding=LEAST_QUERIES)
+            self._warmup_step(cache, spec, num_decode=0, num_prefill=1, padding=LEAST_TOKENS)
 
     def _warmup_step(
         self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int, padding: int = 0
@@ -190,7 +196,7 @@ class TritonBackend(AttentionBackend):
             context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
             block_tables=(torch.zeros(self.setup.max_num_seqs, max_blocks, **integers),), max_seqlen_q=1,
             max_context_len=self.setup.max_model_len, num_tokens=tokens,
-            num_prefill_blocks=num_prefill if padding else 0)
+            num_prefill_blocks=num_prefill if padding else None)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = spec.num_heads + 2 * spec.num_kv_heads
         dtype = self.setup.dtype
@@ -210,6 +216,3 @@ class FixedOrderTritonBackend(TritonBackend):
 
     def _prefill_config(self, spec: AttentionSpec) -> PrefillConfig:
         return fixed_order_config(spec.head_dim)
-
-    def _widened_pages(self) -> None:
-        return None

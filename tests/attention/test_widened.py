@@ -11,7 +11,9 @@ pytest.importorskip("triton")
 from cases import DEVICE, DTYPE, TOLERANCE, Case, make_case, nan_like, setup_of
 from test_backends import make_backend, run
 
+from nanovllm.attention.split import attention_halves
 from nanovllm.attention.triton_backend import TritonBackend
+from nanovllm.kernels.attention import widened
 from nanovllm.kernels.attention.prefill import prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.attention.widened import MOST_BYTES, CopyRoom, WidenedPages, widened_config
@@ -38,9 +40,14 @@ def pages_of(case: Case, specs: tuple[AttentionSpec, ...] = ()) -> WidenedPages:
     return WidenedPages(room, setup.max_num_seqs, torch.device(DEVICE))
 
 
+def pay_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LEAST_QUERIES", "LEAST_TOKENS"):
+        monkeypatch.setattr(f"nanovllm.kernels.attention.widened.{name}", 1)
+
+
 def with_copies(case: Case, monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
     """A backend that makes them for any number of queries."""
-    monkeypatch.setattr("nanovllm.attention.triton_backend.LEAST_QUERIES", 4)
+    pay_always(monkeypatch)
     backend: Any = make_backend("triton", case)
     backend.widened = pages_of(case)
     return backend
@@ -73,13 +80,60 @@ def test_a_step_has_the_same_bits(options: dict[str, Any], use_tma: bool, monkey
         assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
+def test_a_captured_step_chooses_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits whether its blocks fit or not, whether its keys have enough queries or not."""
+    case = fp8_case()
+    backend: Any = with_copies(case, monkeypatch)
+    if DEVICE == "cpu":
+        backend.prefill[case.spec].config = backend.widened.attends[case.spec].config
+    expected = run(case, backend)
+    room, needed, m = backend.widened.num_blocks, blocks_of(case), replace(case.metadata, is_captured=True)
+    lens = m.context_lens[m.num_decode_rows :]
+    for num_blocks, queries, is_copied in (
+        (room, 1, True), (needed, 1, True), (needed - 1, 1, False), (room, 64, False),
+    ):
+        monkeypatch.setattr(widened, "LEAST_QUERIES", queries)
+        backend.widened.num_blocks = num_blocks
+        found = run(replace(case, metadata=replace(m)), backend)
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+        prepared = replace(m)
+        backend.prepare(prepared)
+        assert torch.equal(prepared.workspace.copied.uncopied, lens * (not is_copied))
+        backend.widened._memory.fill_(0xFF)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_halves_of_a_step_read_copies(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut between two rows, and within rows."""
+    case = fp8_case()
+    backend: Any = with_copies(case, monkeypatch)
+    if DEVICE == "cpu":
+        backend.prefill[case.spec].config = backend.widened.attends[case.spec].config
+    expected, m = run(case, backend), replace(case.metadata, is_captured=captured)
+    if not captured:
+        m = replace(m, num_prefill_blocks=blocks_of(case), token_ends=m.cu_seqlens_q[1:].cpu().long().numpy())
+    for cut in (42, 80, 4):
+        out = nan_like(case.q).to(DTYPE)
+        for part, half in zip((slice(cut), slice(cut, None)), attention_halves(m, cut), strict=True):
+            backend.prepare(half)
+            assert not half.num_prefill_rows or half.workspace.copied is not None
+            backend.forward(case.q[part], case.cache, half, out[part], case.spec, case.sinks)
+        assert case.error_of(out) < TOLERANCE
+        if DEVICE == "cuda":
+            assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
 def test_small_and_unknown_steps_read_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few queries, more blocks than there is room for, and lengths that the host does not know."""
+    """Few queries, few of each row, more blocks than there is room for, and lengths that the host does not know."""
     case = fp8_case()
     backend: Any = with_copies(case, monkeypatch)
     room, needed = backend.widened.num_blocks, blocks_of(case)
-    for num_blocks, least, is_copied in ((needed, 4, True), (0, 4, False), (room + 1, 4, False), (needed, 512, False)):
-        monkeypatch.setattr("nanovllm.attention.triton_backend.LEAST_QUERIES", least)
+    for num_blocks, tokens, queries, is_copied in (
+        (needed, 64, 1, True), (None, 64, 1, False), (room + 1, 64, 1, False), (needed, 512, 1, False),
+        (needed, 64, 128, False),
+    ):
+        monkeypatch.setattr(widened, "LEAST_TOKENS", tokens)
+        monkeypatch.setattr(widened, "LEAST_QUERIES", queries)
         m = replace(case.metadata, num_prefill_blocks=num_blocks)
         backend.prepare(m)
         assert (m.workspace.copied is not None) == is_copied
@@ -91,7 +145,7 @@ def test_layers_of_other_kinds_read_the_cache(monkeypatch: pytest.MonkeyPatch) -
     cases = [fp8_case(**kind) for kind in kinds]
     specs = tuple(case.spec for case in cases)
     backend: Any = make_backend("triton", cases[0], specs)
-    monkeypatch.setattr("nanovllm.attention.triton_backend.LEAST_QUERIES", 4)
+    pay_always(monkeypatch)
     backend.widened = pages_of(cases[0], specs)
     assert set(backend.widened.attends) == {cases[0].spec, cases[2].spec}
     m = replace(cases[0].metadata, num_prefill_blocks=blocks_of(cases[0]))

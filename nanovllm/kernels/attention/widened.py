@@ -18,18 +18,20 @@ from nanovllm.kernels.attention.spec import AttentionSpec
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.plan.device import Device
 
-LEAST_QUERIES = 512
-"""Tokens of prompt rows that pay for a pass over their keys; and a quarter of them on average in each row."""
+LEAST_QUERIES = 128
+"""Queries that a key has to have on average, or its copy does not pay."""
+LEAST_TOKENS = 512
+"""Tokens of a step's prompts that pay for the launches; twice as many where the device chooses."""
 MOST_BYTES = 136 << 20
 """Of copies at once: 34,048 keys with eight heads of 128 dimensions."""
 
 
 def widened_config(head_dim: int, most_shared: int) -> PrefillConfig:
-    """The tiling of 16 bits by eight warps, which the scales take the registers of, and the tiles of keys of e4m3: they
+    """The tiling of 16 bits, with more warps where scales take the registers, and the tiles of keys of e4m3: they
     decide the order of sums."""
     fp8 = prefill_config(head_dim, torch.float16, fp8=True)
     wide = prefill_config(head_dim, torch.float16, most_shared=most_shared)
-    return replace(wide, block_n=fp8.block_n, num_warps=8 if wide.block_m > 64 else fp8.num_warps)
+    return replace(wide, block_n=fp8.block_n, num_warps=8 if head_dim == 128 else 4)
 
 
 @dataclass(frozen=True)
@@ -80,13 +82,17 @@ def widen_kernel(K, V, SCALES, BLOCKS, WIDE_K, WIDE_V, PACKED, scale_log2, k_str
     tl.store(PACKED + target, packed_scales(scales, scale_log2))
 
 
-class Copied(NamedTuple):
-    """The copies of one step, those of a row one after the other."""
+class CopiedRows(NamedTuple):
+    """The prompt rows of one step, whose copies follow each other."""
 
     blocks: tuple[torch.Tensor, ...]
     """By block table: BLOCKS of widen_kernel."""
     starts: torch.Tensor
     """int32 [rows]: each row's first copy."""
+    tiles: dict[int, torch.Tensor]
+    """Tiles of queries that read copies, by their number of queries."""
+    uncopied: torch.Tensor | None
+    """int32 [rows]: context_lens of the rows that read the cache after all, on the device alone; None: none does."""
 
 
 class WidenedPages:
@@ -101,33 +107,47 @@ class WidenedPages:
         self._numbers = torch.arange(room.num_blocks, dtype=torch.int32, device=device)
         self._memory = torch.empty(room.nbytes, dtype=torch.uint8, device=device)
 
-    def list_blocks(self, row_slot: torch.Tensor, context_lens: torch.Tensor, block_tables: tuple[torch.Tensor, ...],
-                    num_blocks: int) -> Copied:
-        """The blocks of rows with slots row_slot and context_lens int32 [rows], num_blocks in all or fewer."""
-        ends = (-(-context_lens // self.block_size)).cumsum(0, dtype=torch.int32)
-        starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-        copies = self._numbers[:num_blocks]
+    def pays(self, num_tokens: int, num_rows: int, num_blocks: int | None) -> bool:
+        """Whether prompt rows of so many tokens read copies of so many blocks; None: whether the device may choose."""
+        if num_blocks is None:
+            return num_tokens >= 2 * LEAST_TOKENS
+        return num_blocks <= self.num_blocks and num_tokens >= max(LEAST_TOKENS, LEAST_QUERIES * num_rows)
+
+    def list_rows(self, row_slot: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
+                  block_tables: tuple[torch.Tensor, ...], num_tokens: int, num_blocks: int | None) -> CopiedRows:
+        """Rows as those of list_tiles, with block tables int32 [slots, width] each. num_blocks: at most so many in all;
+        None: the device chooses, by their number and that of queries."""
+        counts, uncopied = -(-context_lens // self.block_size), None
+        if num_blocks is None:
+            total, reads = counts.sum(), (cu_seqlens_q.diff() * context_lens).sum()
+            pays = (total <= self.num_blocks) & (reads >= LEAST_QUERIES * self.block_size * total)
+            uncopied, context_lens, counts = context_lens * ~pays, context_lens * pays, counts * pays
+        kinds = {attend.config.block_m: attend for attend in self.attends.values()}
+        tiles = {block_m: each.list_tiles(cu_seqlens_q, context_lens, num_tokens) for block_m, each in kinds.items()}
+        ends, copies = counts.cumsum(0, dtype=torch.int32), self._numbers[:num_blocks]
+        starts, (slots, width) = ends - counts, block_tables[0].shape
         row = torch.searchsorted(ends, copies, right=True).clamp_(max=len(ends) - 1)
-        exists = copies < ends[-1]
-        index = torch.where(exists, copies - starts[row], 0)
-        slots, left = row_slot[row].clamp_(min=0), context_lens[row] - index * self.block_size
-        blocks = (torch.where(exists, table[slots, index], -1) for table in block_tables)
-        return Copied(tuple(torch.stack((block, left), 1) for block in blocks), starts)
+        index = copies - starts[row]
+        left = context_lens[row] - index * self.block_size
+        where = row_slot[row].clamp_(0, slots - 1), index.clamp_(0, width - 1)
+        blocks = (torch.where(copies < ends[-1], table[where], -1) for table in block_tables)
+        return CopiedRows(tuple(torch.stack((block, left), 1) for block in blocks), starts, tiles, uncopied)
 
     def __call__(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, kv_scales: torch.Tensor,
-                 blocks: torch.Tensor, starts: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
-                 tiles: torch.Tensor, out: torch.Tensor, spec: AttentionSpec,
-                 sinks: torch.Tensor | None = None) -> torch.Tensor:
-        """PrefillAttention of this kind over caches in e4m3; blocks, starts: of list_blocks."""
+                 rows: CopiedRows, table: int, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor,
+                 out: torch.Tensor, spec: AttentionSpec, sinks: torch.Tensor | None = None) -> None:
+        """PrefillAttention of this kind over caches in e4m3, of the blocks in this table of `rows`."""
+        attend, blocks = self.attends[spec], rows.blocks[table]
         copies, (_, heads, page, dim) = len(blocks), k_cache.shape
         elements = copies * heads * page * dim
         sizes = (2 * elements, 2 * elements, 8 * elements // dim)
         k, v, scales = self._memory[: sum(sizes)].split(sizes)
         k, v = (part.view(torch.float16).view(copies, heads, page, dim) for part in (k, v))
         scales = scales.view(torch.int64).view(copies, heads, page)
-        narrow, tile = kv_scales.view(torch.int32), 32
+        narrow, tile = kv_scales.view(torch.int32), 64
         widen_kernel[(copies * page // tile, heads)](
             k_cache, v_cache, narrow, blocks, k, v, scales, spec.scale * LOG2_E, k_cache.stride()[:3],
             v_cache.stride()[:3], narrow.stride(0), H=heads, D=dim, PAGE=page, TILE=tile, num_warps=4)
-        table = self._numbers[:, None]  # a row's slot is its first copy, and the next one lies behind
-        return self.attends[spec](q, k, v, table, starts, cu_seqlens_q, context_lens, tiles, out, sinks, scales)
+        places = self._numbers[:, None], rows.starts  # a row's slot is its first copy, and the next one lies behind
+        tiles = rows.tiles[attend.config.block_m]
+        attend(q, k, v, *places, cu_seqlens_q, context_lens, tiles, out, sinks, scales)
