@@ -50,7 +50,7 @@ def serve(folder: str, copies: bool) -> tuple[list[Any], int]:
     with LLM(folder, **OPTIONS) as llm:
         for call in CALLS:
             outputs = llm.generate(call, params, use_tqdm=False)
-            texts += [(output.token_ids, output.num_cached_tokens, repr(output.outputs[0].logprobs)) for output in outputs]
+            texts += [(one.token_ids, one.num_cached_tokens, repr(one.outputs[0].logprobs)) for one in outputs]
     return texts, len(made)
 
 
