@@ -143,16 +143,15 @@ class TritonBackend(AttentionBackend):
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows
         rows = metadata.row_slot[n:], metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
-        num_tokens, num_blocks, widened = metadata.num_tokens - n, metadata.num_prefill_blocks, self.widened
-        is_known = num_blocks is not None or metadata.is_captured
+        num_tokens, widened, blocks = metadata.num_tokens - n, self.widened, metadata.num_prefill_blocks
 
         def tiles(lens: torch.Tensor, attends: dict[AttentionSpec, PrefillAttention]) -> dict[int, torch.Tensor]:
             sizes = {attend.config.block_m: attend for attend in attends.values()}
             return {block_m: attend.list_tiles(rows[1], lens, num_tokens) for block_m, attend in sizes.items()}
 
-        if widened is None or not is_known or not widened.pays(num_tokens, metadata.num_prefill_rows, num_blocks):
+        if widened is None or not widened.pays(num_tokens, metadata.num_prefill_rows, blocks):
             return PrefillRows(*rows, tiles(rows[2], self.prefill))
-        copied = widened.list_rows(*rows, metadata.block_tables, num_tokens, num_blocks)
+        copied = widened.list_rows(*rows, metadata.block_tables, num_tokens, blocks)
         others = {spec: attend for spec, attend in self.prefill.items() if spec not in widened.attends}
         uncopied = None if copied.uncopied is None else tiles(copied.uncopied, self.prefill)
         return PrefillRows(*rows, tiles(rows[2], others), copied, uncopied)
@@ -183,20 +182,17 @@ class TritonBackend(AttentionBackend):
         if self.widened is not None and spec in self.widened.attends:
             self._warmup_step(cache, spec, num_decode=0, num_prefill=1, padding=LEAST_TOKENS)
 
-    def _warmup_step(
-        self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int, padding: int = 0
-    ) -> None:
+    def _warmup_step(self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int,
+                     padding: int = 0) -> None:
         """padding: tokens behind those of the rows; with some, the step's prompts are as those of an eager one."""
-        rows = num_decode + num_prefill
-        tokens = rows + padding
+        rows, tokens = num_decode + num_prefill, num_decode + num_prefill + padding
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         max_blocks = -(-self.setup.max_model_len // self.block_size)
         metadata = AttentionMetadata(
             num_rows=rows, num_decode_rows=num_decode, row_slot=torch.zeros(rows, **integers),
             context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
             block_tables=(torch.zeros(self.setup.max_num_seqs, max_blocks, **integers),), max_seqlen_q=1,
-            max_context_len=self.setup.max_model_len, num_tokens=tokens,
-            num_prefill_blocks=num_prefill if padding else None)
+            max_context_len=self.setup.max_model_len, num_tokens=tokens, num_prefill_blocks=num_prefill or None)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = spec.num_heads + 2 * spec.num_kv_heads
         dtype = self.setup.dtype

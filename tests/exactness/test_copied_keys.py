@@ -33,7 +33,7 @@ def serve(folder: str, copies: bool) -> tuple[list[Any], int]:
             super().__call__(*args)
 
     def pages(backend: TritonBackend) -> widened.WidenedPages | None:
-        """As on a GPU that reads copies faster. Numpy's sums depend on the number of rows: all tiles have the same."""
+        """Copies as on a GPU that reads them faster. Numpy's sums depend on the number of rows: tiles have the same."""
         setup = backend.setup
         sizes = setup.block_size, setup.max_num_seqs, setup.max_model_len
         found = Counted(

@@ -48,16 +48,16 @@ def value_scales(scales):
 def packed_scales(scales, scale_log2):
     """The scales of load_scales as prefill attention of copies (widened.py) takes them, int64: scale_log2 times the
     key's in the lower half, above it e in bfloat16 and 2 ** -e with r's mantissa."""
-    exponent, inverse, remainder = value_scales(scales)
-    of_key = (key_scales(scales) * scale_log2).to(tl.int32, bitcast=True)
-    of_value = inverse.to(tl.int32, bitcast=True) | (remainder.to(tl.int32, bitcast=True) & 0x7F0000)
+    exponent, inverse, _ = value_scales(scales)
+    of_value = inverse.to(tl.int32, bitcast=True) | (scales & 0x7F0000)
     of_value |= exponent.to(tl.int32, bitcast=True) >> 16 & 0xFFFF
-    return of_value.to(tl.int64) << 32 | of_key.to(tl.uint32, bitcast=True).to(tl.int64)
+    of_key = (key_scales(scales) * scale_log2).to(tl.uint32, bitcast=True)
+    return of_value.to(tl.int64) << 32 | of_key.to(tl.int64)
 
 
 @triton.jit
 def split_scales(scales, scale_log2):
-    """scale_log2 times the keys' scales, and value_scales, of what load_scales gave of either kind."""
+    """scale_log2 times the keys' scales, and value_scales, of scales of either kind."""
     if scales.dtype == tl.int64:
         of_value = (scales >> 32).to(tl.int32)
         exponent = (of_value << 16).to(tl.float32, bitcast=True)

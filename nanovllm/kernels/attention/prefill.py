@@ -244,9 +244,7 @@ class PrefillAttention:
         c, spec = self.config, self.spec
         k = paged_descriptor(k_cache, c.block_n) if self.use_tma else k_cache
         v = paged_descriptor(v_cache, c.block_n) if self.use_tma and not mixed else v_cache
-        scales = kv_scales
-        if kv_scales is not None and kv_scales.dtype != torch.int64:
-            scales = kv_scales.view(torch.int32)
+        scales = kv_scales.view(torch.int32) if kv_scales is not None and kv_scales.itemsize == 2 else kv_scales
         prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
             q, k, v, scales, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
             spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],

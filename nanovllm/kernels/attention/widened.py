@@ -23,7 +23,7 @@ LEAST_QUERIES = 128
 LEAST_TOKENS = 512
 """Tokens of a step's prompts that pay for the launches; twice as many where the device chooses."""
 MOST_BYTES = 136 << 20
-"""Of copies at once: 34,048 keys with eight heads of 128 dimensions."""
+"""Bytes of all copies: 34,048 keys of eight heads with 128 dimensions."""
 
 
 def widened_config(head_dim: int, most_shared: int) -> PrefillConfig:
@@ -86,7 +86,7 @@ class CopiedRows(NamedTuple):
     """The prompt rows of one step, whose copies follow each other."""
 
     blocks: tuple[torch.Tensor, ...]
-    """By block table: BLOCKS of widen_kernel."""
+    """BLOCKS of widen_kernel, by block table."""
     starts: torch.Tensor
     """int32 [rows]: each row's first copy."""
     tiles: dict[int, torch.Tensor]
