@@ -123,8 +123,8 @@ def test_halves_of_a_step_read_copies(captured: bool, monkeypatch: pytest.Monkey
             assert torch.equal(out.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
-def test_small_and_unknown_steps_read_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few queries, few of each row, more blocks than there is room for, and lengths that the host does not know."""
+def test_other_steps_read_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries, few of each row, too few for the device to choose, and more blocks than there is room for."""
     case = fp8_case()
     backend: Any = with_copies(case, monkeypatch)
     room, needed = backend.widened.num_blocks, blocks_of(case)
@@ -158,6 +158,7 @@ def test_layers_of_other_kinds_read_the_cache(monkeypatch: pytest.MonkeyPatch) -
 def test_warmup_compiles_both(monkeypatch: pytest.MonkeyPatch) -> None:
     case = fp8_case()
     backend: Any = with_copies(case, monkeypatch)
+    monkeypatch.setattr(widened, "LEAST_TOKENS", 4)
     launched: list[bool] = []
     monkeypatch.setattr(WidenedPages, "__call__", lambda *_: launched.append(True))
     before = case.k_cache.view(torch.uint8).clone()
