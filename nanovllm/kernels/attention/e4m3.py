@@ -19,13 +19,17 @@ _LEAST_EXPONENT = tl.constexpr(127 + int(math.log2(LEAST_SCALE)))
 @triton.jit
 def load_scales(KV_SCALES, block, kv_head, start, block_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Scales of the keys start .. start + BLOCK_N and of their values, int32 [BLOCK_N], the key's bfloat16 in the lower
-    half. block: one, or one for each token where tiles do not divide pages; its scales lie one after another."""
-    tokens = tl.arange(0, BLOCK_N)
-    of_head = block.to(tl.int64) * block_stride + kv_head * PAGE
-    if PAGE % BLOCK_N == 0:
-        return tl.load(KV_SCALES + (of_head + start % PAGE) + tokens)
+    half; or int64 of packed_scales, of which there may be a tensor descriptor. block: one, or one for each token where
+    tiles do not divide pages; its scales lie one after another."""
+    if KV_SCALES.dtype == tl.int64:
+        return KV_SCALES.load([block.to(tl.int32), kv_head, start % PAGE]).reshape(BLOCK_N)
     else:
-        return tl.load(KV_SCALES + of_head + (start + tokens) % PAGE)
+        tokens = tl.arange(0, BLOCK_N)
+        of_head = block.to(tl.int64) * block_stride + kv_head * PAGE
+        if PAGE % BLOCK_N == 0:
+            return tl.load(KV_SCALES + (of_head + start % PAGE) + tokens)
+        else:
+            return tl.load(KV_SCALES + of_head + (start + tokens) % PAGE)
 
 
 @triton.jit

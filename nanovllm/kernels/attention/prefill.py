@@ -245,12 +245,15 @@ class PrefillAttention:
         k = paged_descriptor(k_cache, c.block_n) if self.use_tma else k_cache
         v = paged_descriptor(v_cache, c.block_n) if self.use_tma and not mixed else v_cache
         scales = kv_scales.view(torch.int32) if kv_scales is not None and kv_scales.itemsize == 2 else kv_scales
+        scale_stride = None if scales is None else scales.stride(0)
+        if scales is not None and scales.dtype == torch.int64 and self.use_tma:
+            scales = paged_descriptor(scales, c.block_n)
         prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
             q, k, v, scales, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
             spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
-            None if scales is None else scales.stride(0), block_table.stride(0), out.stride()[:2], HQ=spec.num_heads,
-            G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
-            BLOCK_M=c.block_m, BLOCK_N=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
+            scale_stride, block_table.stride(0), out.stride()[:2], HQ=spec.num_heads, G=spec.group_size,
+            D=spec.head_dim, PAGE=self.block_size, BLOCK_M=c.block_m, BLOCK_N=c.block_n,
+            CAP=spec.softcap and spec.softcap * LOG2_E,
             WINDOWED=spec.window is not None, TMA=self.use_tma, FIXED=c.fixed_order, MIXED=mixed, num_warps=c.num_warps,
             num_stages=c.num_stages, enable_fp_fusion=not c.fixed_order)
         return out

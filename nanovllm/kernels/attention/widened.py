@@ -27,11 +27,9 @@ MOST_BYTES = 136 << 20
 
 
 def widened_config(head_dim: int, most_shared: int) -> PrefillConfig:
-    """The tiling of 16 bits, with more warps where scales take the registers, and the tiles of keys of e4m3: they
-    decide the order of sums."""
-    fp8 = prefill_config(head_dim, torch.float16, fp8=True)
-    wide = prefill_config(head_dim, torch.float16, most_shared=most_shared)
-    return replace(wide, block_n=fp8.block_n, num_warps=8 if head_dim == 128 else 4)
+    """The tiling of 16 bits, with tiles of keys as e4m3 has them: they decide the order of sums."""
+    block_n = prefill_config(head_dim, torch.float16, fp8=True).block_n
+    return replace(prefill_config(head_dim, torch.float16, most_shared=most_shared), block_n=block_n)
 
 
 @dataclass(frozen=True)
