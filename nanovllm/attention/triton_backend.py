@@ -12,7 +12,7 @@ from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
-from nanovllm.kernels.attention.widened import LEAST_TOKENS, CopiedRows, CopyRoom, WidenedPages
+from nanovllm.kernels.attention.widened import LEAST_TOKENS, CopiedRows, WidenedPages, copy_room
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
@@ -33,10 +33,8 @@ class PrefillRows(NamedTuple):
     context_lens: torch.Tensor
     tiles: dict[int, torch.Tensor]
     """Tiles by their number of queries."""
-    copied: CopiedRows | None = None
-    """The rows as layers of some kinds read them, from copies in float16; None: all read the cache."""
-    uncopied: dict[int, torch.Tensor] | None = None
-    """Tiles of those that such layers read from the cache after all; None: there are none."""
+    copied: CopiedRows | None
+    """Rows that read copies in float16; the tiles are those of rows that read the cache."""
 
 
 class TritonBackend(AttentionBackend):
@@ -64,7 +62,8 @@ class TritonBackend(AttentionBackend):
             self.work_lists[spec] = work_lists.setdefault((*kind, together), work_list)
             prefill = PrefillAttention if spec.value_dim is None else LatentPrefill
             self.prefill[spec] = prefill(spec, block_size, rows, device, self._prefill_config(spec))
-        self.widened = self._widened_pages()
+        room = copy_room(setup.specs, block_size, rows, setup.max_model_len, setup.dtype, Device.of(device))
+        self.widened = WidenedPages(setup.specs, block_size, rows, device, *room) if fp8 and room[0] else None
         if setup.places > 1:
             logger.info("decode attention: %s", "; ".join(sorted({each.why for each in work_lists.values()})))
         scratch = DecodeScratch.for_specs(self.work_lists, device)
@@ -78,13 +77,6 @@ class TritonBackend(AttentionBackend):
         if spec.value_dim is not None:
             return latent_prefill_config(dtype, most_shared)
         return prefill_config(spec.head_dim, dtype, self.setup.has_fp8_cache, most_shared)
-
-    def _widened_pages(self) -> WidenedPages | None:
-        """Room for copies of keys and values in e4m3, where the device reads them faster."""
-        setup = self.setup
-        sizes = setup.block_size, setup.max_num_seqs, setup.max_model_len
-        room = CopyRoom.of(setup.specs, *sizes, setup.dtype, Device.of(self.device))
-        return WidenedPages(room, setup.max_num_seqs, self.device) if setup.has_fp8_cache and room.num_blocks else None
 
     @classmethod
     def check(cls, setup: AttentionSetup) -> None:
@@ -143,32 +135,25 @@ class TritonBackend(AttentionBackend):
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows
         rows = metadata.row_slot[n:], metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
-        num_tokens, widened, blocks = metadata.num_tokens - n, self.widened, metadata.num_prefill_blocks
-
-        def tiles(lens: torch.Tensor, attends: dict[AttentionSpec, PrefillAttention]) -> dict[int, torch.Tensor]:
-            sizes = {attend.config.block_m: attend for attend in attends.values()}
-            return {block_m: attend.list_tiles(rows[1], lens, num_tokens) for block_m, attend in sizes.items()}
-
-        if widened is None or not widened.pays(num_tokens, metadata.num_prefill_rows, blocks):
-            return PrefillRows(*rows, tiles(rows[2], self.prefill))
-        copied = widened.list_rows(*rows, metadata.block_tables, num_tokens, blocks)
-        others = {spec: attend for spec, attend in self.prefill.items() if spec not in widened.attends}
-        uncopied = None if copied.uncopied is None else tiles(copied.uncopied, self.prefill)
-        return PrefillRows(*rows, tiles(rows[2], others), copied, uncopied)
+        num_tokens, num_blocks, copied = metadata.num_tokens - n, metadata.num_prefill_blocks, None
+        kinds, lens = {prefill.config.block_m: prefill for prefill in self.prefill.values()}, rows[2]
+        if self.widened is not None and self.widened.pays(num_tokens, metadata.num_prefill_rows, num_blocks):
+            copied = self.widened.list_rows(*rows, metadata.block_tables, num_tokens, num_blocks)
+            kinds, lens = ({}, lens) if copied.uncopied is None else (kinds, copied.uncopied)
+        tiles = {block_m: each.list_tiles(rows[1], lens, num_tokens) for block_m, each in kinds.items()}
+        return PrefillRows(*rows, tiles, copied)
 
     def _forward_prefill(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
                          spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
         rows: PrefillRows = metadata.workspace
-        tiles: dict[int, torch.Tensor] | None = rows.tiles
-        if rows.copied is not None and self.widened is not None and spec in self.widened.attends:
-            assert cache.scales is not None
+        if rows.copied is not None:
+            assert self.widened is not None and cache.scales is not None
             of_rows = rows.copied, cache.table, rows.cu_seqlens_q, rows.context_lens
             self.widened(q, cache.k, cache.v, cache.scales, *of_rows, out, spec, sinks)
-            tiles = rows.uncopied
-        if tiles is None:
-            return
+            if rows.copied.uncopied is None:
+                return
         prefill, table = self.prefill[spec], metadata.block_tables[cache.table]
-        places = table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens, tiles[prefill.config.block_m], out
+        places = table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens, rows.tiles[prefill.config.block_m], out
         if isinstance(prefill, LatentPrefill):
             prefill.attend(q, cache.k, *places)
         else:
@@ -179,7 +164,7 @@ class TritonBackend(AttentionBackend):
         for rows in self.work_lists[spec].size_classes():
             self._warmup_step(cache, spec, num_decode=rows, num_prefill=0)
         self._warmup_step(cache, spec, num_decode=0, num_prefill=1)
-        if self.widened is not None and spec in self.widened.attends:
+        if self.widened is not None:
             self._warmup_step(cache, spec, num_decode=0, num_prefill=1, padding=LEAST_TOKENS)
 
     def _warmup_step(self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int,

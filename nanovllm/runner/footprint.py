@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.attention import check_fp8_cache
 from nanovllm.config import EngineConfig
-from nanovllm.kernels.attention.widened import CopyRoom
+from nanovllm.kernels.attention.widened import copy_room
 from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Rules
@@ -23,7 +23,7 @@ from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
 from nanovllm.layers.adapted import AdaptedMatrix, room_for
 from nanovllm.layers.attention import PagedAttention
-from nanovllm.layers.memory import Mixer, Pages, pages_of
+from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import DrafterConfig, ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -202,7 +202,9 @@ def footprint_of(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> Footprin
     weights = _weights(layers, counts) + (0 if drafter is None else weight_bytes(drafter.checkpoint_weights()))
     buffers = _buffer_bytes(config, model, layout)
     if kv_dtype != dtype:
-        buffers += _copies_bytes(mixers, config, dtype, gpu.device)
+        specs = [mixer.spec for mixer in mixers if isinstance(mixer, PagedAttention)]
+        sizes = config.kvcache_block_size, config.most_places, config.max_model_len
+        buffers += copy_room(specs, *sizes, dtype, gpu.device)[1]
     footprint = Footprint(
         config.tensor_parallel_size, weights, buffers, _adapter_bytes(layers, counts), 0,
         0, 0, config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
@@ -256,14 +258,6 @@ def _buffer_bytes(config: EngineConfig, model: ModelConfig, layout: StateLayout)
     if model.drafter is not None:
         tensors += _drafting_buffers(config, model, model.drafter, rows)
     return by_position + sum(tensor.nbytes for tensor in tensors)
-
-
-def _copies_bytes(mixers: Iterable[Mixer], config: EngineConfig, dtype: torch.dtype, device: Device) -> int:
-    """Bytes of WidenedPages (kernels/attention/widened.py)."""
-    assert config.kvcache_block_size and config.max_model_len
-    specs = {mixer.spec for mixer in mixers if isinstance(mixer, PagedAttention)}
-    sizes = config.kvcache_block_size, config.most_places, config.max_model_len
-    return CopyRoom.of(specs, *sizes, dtype, device).nbytes
 
 
 def _drafting_buffers(

@@ -13,7 +13,7 @@ from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
-from nanovllm.kernels.attention.widened import CopyRoom, WidenedPages
+from nanovllm.kernels.attention.widened import WidenedPages, copy_room
 from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
 from nanovllm.kernels.latent.store import latent_rope_store
@@ -55,9 +55,9 @@ def compile_attention(
     attention = PrefillAttention(spec, page, slots, CPU, config)
     tiles = attention.list_tiles(zeros(3), zeros(2), rows)
     attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales, mixed)
-    room = CopyRoom.of([spec], page, slots, 4096, q.dtype, Device.of(CPU))
-    if fp8 and room.num_blocks:
-        widened = WidenedPages(room, slots, CPU)
+    room = copy_room([spec], page, slots, 4096, q.dtype, Device.of(CPU))
+    if fp8 and room[0]:
+        widened = WidenedPages([spec], page, slots, CPU, *room)
         of_rows = widened.list_rows(zeros(2), zeros(3), zeros(2), (table,), rows, None)
         widened(q, cache, cache, scales, of_rows, 0, zeros(3), zeros(2), out, spec, sinks)
     if fp8 or capability != 90 or spec.head_dim > FixedOrderTritonBackend.widest:

@@ -24,7 +24,7 @@ CALLS = [[[*SHARED, *range(66)], [*range(40, 58)]], [[*SHARED, 3, 4]]]  # chunks
 
 def serve(folder: str, copies: bool) -> tuple[list[Any], int]:
     """Texts with their log-probabilities, and how many times a layer's keys were copied."""
-    from nanovllm.attention.triton_backend import TritonBackend
+    from nanovllm.attention import triton_backend
     from nanovllm.kernels.attention import widened
 
     class Counted(widened.WidenedPages):
@@ -32,19 +32,14 @@ def serve(folder: str, copies: bool) -> tuple[list[Any], int]:
             made.append(args)
             super().__call__(*args)
 
-    def pages(backend: TritonBackend) -> widened.WidenedPages | None:
-        """Copies as on a GPU that reads them faster. Numpy's sums depend on the number of rows: tiles have the same."""
-        setup = backend.setup
-        sizes = setup.block_size, setup.max_num_seqs, setup.max_model_len
-        found = Counted(
-            widened.CopyRoom.of(setup.specs, *sizes, torch.bfloat16, Device.named("H200")), sizes[1], backend.device
-        )
-        for spec, attend in found.attends.items():
-            backend.prefill[spec].config = attend.config
-        return found if copies else None
+    def room(*sizes: Any) -> tuple[int, int]:
+        """As much as on a GPU that reads copies faster."""
+        return copy_room(*sizes[:4], torch.bfloat16, Device.named("H200")) if copies else (0, 0)
 
     made: list[Any] = []
-    TritonBackend._widened_pages = pages  # type: ignore[method-assign]
+    copy_room, triton_backend.copy_room, triton_backend.WidenedPages = widened.copy_room, room, Counted
+    config = widened.widened_config(64, 0)
+    triton_backend.prefill_config = lambda *_: config  # numpy's sums depend on the number of rows of a tile
     widened.LEAST_QUERIES = widened.LEAST_TOKENS = 1
     params, texts = SamplingParams(temperature=0, max_tokens=3, logprobs=1, ignore_eos=True), []
     with LLM(folder, **OPTIONS) as llm:

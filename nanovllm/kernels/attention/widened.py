@@ -5,8 +5,8 @@ that. Read from a copy, keys and values go by bulk copies, as 16 bits do, and ti
 every e4m3, and the sums of a query have the same order whatever else is in its tile: results have the same bits.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -32,27 +32,16 @@ def widened_config(head_dim: int, most_shared: int) -> PrefillConfig:
     return replace(prefill_config(head_dim, torch.float16, most_shared=most_shared), block_n=block_n)
 
 
-@dataclass(frozen=True)
-class CopyRoom:
-    """Size of the copies of one backend."""
-
-    specs: tuple[AttentionSpec, ...]
-    """Kinds of layers whose prompts may read copies."""
-    block_size: int
-    num_blocks: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, specs: Iterable[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
-           dtype: torch.dtype, device: Device) -> "CopyRoom":
-        """Room for layers of these kinds over a cache in e4m3 beside a model in `dtype`: none where the device would
-        not read copies faster."""
-        found = tuple(spec for spec in specs if spec.value_dim is None and spec.head_dim in (64, 128, 256))
-        if not (found and device.has_tma and dtype.itemsize == 2 and block_size % 64 == 0):
-            return cls((), block_size, 0, 0)
-        of_block = block_size * max(spec.num_kv_heads * (4 * spec.head_dim + 8) for spec in found)  # and scales
-        num_blocks = min(MOST_BYTES // of_block, max_num_seqs * -(-max_model_len // block_size))
-        return cls(found, block_size, num_blocks, num_blocks * of_block)
+def copy_room(specs: Collection[AttentionSpec], block_size: int, max_num_seqs: int, max_model_len: int,
+              dtype: torch.dtype, device: Device) -> tuple[int, int]:
+    """Number of copies that there is room for, and the bytes of all, for layers of these kinds over a cache in e4m3
+    beside a model in `dtype`; none where the device would not read them faster."""
+    can_load = device.has_tma and dtype.itemsize == 2 and block_size % 64 == 0
+    if not can_load or any(spec.value_dim is not None or spec.head_dim not in (64, 128, 256) for spec in specs):
+        return 0, 0
+    nbytes = block_size * max(spec.num_kv_heads * (4 * spec.head_dim + 8) for spec in specs)  # with scales
+    num_blocks = min(MOST_BYTES // nbytes, max_num_seqs * -(-max_model_len // block_size))
+    return num_blocks, num_blocks * nbytes
 
 
 @triton.jit(do_not_specialize=["BLOCKS"])
@@ -96,14 +85,16 @@ class CopiedRows(NamedTuple):
 class WidenedPages:
     """The copies, and attention that reads them. Layers run one after the other, so those of all kinds share memory."""
 
-    def __init__(self, room: CopyRoom, max_num_seqs: int, device: torch.device) -> None:
-        self.block_size, self.num_blocks, shared = room.block_size, room.num_blocks, Device.of(device).shared_bytes
+    def __init__(self, specs: Iterable[AttentionSpec], block_size: int, max_num_seqs: int, device: torch.device,
+                 num_blocks: int, nbytes: int) -> None:
+        """num_blocks, nbytes: of copy_room."""
+        self.block_size, self.num_blocks, shared = block_size, num_blocks, Device.of(device).shared_bytes
         self.attends = {
-            spec: PrefillAttention(spec, room.block_size, max_num_seqs, device, widened_config(spec.head_dim, shared))
-            for spec in room.specs
+            spec: PrefillAttention(spec, block_size, max_num_seqs, device, widened_config(spec.head_dim, shared))
+            for spec in specs
         }
-        self._numbers = torch.arange(room.num_blocks, dtype=torch.int32, device=device)
-        self._memory = torch.empty(room.nbytes, dtype=torch.uint8, device=device)
+        self._numbers = torch.arange(num_blocks, dtype=torch.int32, device=device)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def pays(self, num_tokens: int, num_rows: int, num_blocks: int | None) -> bool:
         """Whether prompt rows of so many tokens read copies of so many blocks; None: whether the device may choose."""
@@ -137,12 +128,11 @@ class WidenedPages:
         """PrefillAttention of this kind over caches in e4m3, of the blocks in this table of `rows`."""
         attend, blocks = self.attends[spec], rows.blocks[table]
         copies, (_, heads, page, dim) = len(blocks), k_cache.shape
-        elements = copies * heads * page * dim
-        sizes = (2 * elements, 2 * elements, 8 * elements // dim)
-        k, v, scales = self._memory[: sum(sizes)].split(sizes)
-        k, v = (part.view(torch.float16).view(copies, heads, page, dim) for part in (k, v))
-        scales = scales.view(torch.int64).view(copies, heads, page)
-        narrow, tile = kv_scales.view(torch.int32), 64
+        tokens, narrow, tile = copies * heads * page, kv_scales.view(torch.int32), 64
+        sizes = (2 * tokens * dim, 2 * tokens * dim, 8 * tokens)
+        parts = self._memory[: sum(sizes)].split(sizes)
+        k, v = (part.view(torch.float16).view(copies, heads, page, dim) for part in parts[:2])
+        scales = parts[2].view(torch.int64).view(copies, heads, page)
         widen_kernel[(copies * page // tile, heads)](
             k_cache, v_cache, narrow, blocks, k, v, scales, spec.scale * LOG2_E, k_cache.stride()[:3],
             v_cache.stride()[:3], narrow.stride(0), H=heads, D=dim, PAGE=page, TILE=tile, num_warps=4)
