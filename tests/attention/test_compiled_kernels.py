@@ -36,7 +36,8 @@ def compile_attention(
         return torch.empty(shape, dtype=getattr(torch, dtype))
 
     Device.of = lambda _: Device("", divmod(capability, 10))
-    compile_only(most_spilled=256 if capability == 90 else None, capability=capability)
+    names = ("prefill_attention_kernel",) if fp8 else ()
+    compile_only(most_spilled=256 if capability == 90 else None, capability=capability, overlapping=names)
     spec, rows, page, slots = AttentionSpec(*shape), 8, 128, 32
     q = made(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)[:, : spec.num_heads]
     cache, scales = made(4, spec.num_kv_heads, page, spec.head_dim), None

@@ -36,7 +36,7 @@ def copy_room(specs: Collection[AttentionSpec], block_size: int, max_num_seqs: i
               dtype: torch.dtype, device: Device) -> tuple[int, int]:
     """Number of copies that there is room for, and the bytes of all, for layers of these kinds over a cache in e4m3
     beside a model in `dtype`; none where the device would not read them faster."""
-    can_load = device.has_tma and dtype.itemsize == 2 and block_size % 64 == 0
+    can_load = specs and device.has_tma and dtype.itemsize == 2 and block_size % 64 == 0
     if not can_load or any(spec.value_dim is not None or spec.head_dim not in (64, 128, 256) for spec in specs):
         return 0, 0
     nbytes = block_size * max(spec.num_kv_heads * (4 * spec.head_dim + 8) for spec in specs)  # with scales
