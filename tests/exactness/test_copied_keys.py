@@ -33,7 +33,7 @@ def serve(folder: str, copies: bool) -> tuple[list[Any], int]:
             super().__call__(*args)
 
     def room(*sizes: Any) -> tuple[int, int]:
-        """As much as on a GPU that reads copies faster."""
+        """Room as on a GPU that reads copies faster."""
         return copy_room(*sizes[:4], torch.bfloat16, Device.named("H200")) if copies else (0, 0)
 
     made: list[Any] = []
