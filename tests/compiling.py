@@ -3,7 +3,7 @@
 import io
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,12 @@ SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 
 def compile_only(
     check: Callable[[str, dict[str, Any]], None] = lambda ptx, options: None, most_spilled: int | None = 0,
-    capability: int = 90, **constants: Any,
+    capability: int = 90, overlapping: Collection[str] = (), **constants: Any,
 ) -> None:  # fmt: skip
     """Makes launches compile alone, from now on, with `constants` besides their own. Asserts that each kernel fits a
     multiprocessor's shared memory and spills no more than so many bytes (None: any number, which is not looked up);
-    `check` gets its PTX and its options."""
+    `check` gets its PTX and its options. overlapping: names of kernels whose products, on the tensor cores of 9.0, must
+    not wait for each other."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -62,6 +63,7 @@ def compile_only(
         if most_spilled is not None:
             [spilled] = re.findall(rb"(\d+) bytes spill stores", kernel.asm["cubin"])
             assert int(spilled) <= most_spilled, (self.__name__, spilled)
+        assert self.__name__ not in overlapping or b"serialized" not in kernel.asm["cubin"], self.__name__
         check(kernel.asm["ptx"], options)
         return kernel
 

@@ -91,6 +91,8 @@ class AttentionMetadata:
     """Host-side bound on context_lens; the model's maximum in a CUDA graph."""
     num_tokens: int
     """T, padding included (shapes of a captured graph)."""
+    num_prefill_blocks: int | None = None
+    """Host-side bound on the blocks of all prompt chunks' keys, counted row by row; None: the host has none."""
     is_captured: bool = False
     """The step is being captured in a CUDA graph: its lengths are known on the device alone."""
     token_ends: np.ndarray | None = field(default=None, repr=False)

@@ -12,6 +12,7 @@ from nanovllm.kernels.attention.decode import DecodeAttention, DecodeScratch
 from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, PrefillConfig, fixed_order_config, prefill_config
+from nanovllm.kernels.attention.widened import LEAST_TOKENS, CopiedRows, WidenedPages, copy_room
 from nanovllm.kernels.fp8.operands import FP8Rows
 from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
@@ -28,10 +29,12 @@ class PrefillRows(NamedTuple):
     """The prefill rows of a step, and their tiles where the Triton kernel runs them."""
 
     row_slot: torch.Tensor
-    context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
+    context_lens: torch.Tensor
     tiles: dict[int, torch.Tensor]
     """Tiles by their number of queries."""
+    copied: CopiedRows | None
+    """Rows that read copies in float16; the tiles are those of rows that read the cache."""
 
 
 class TritonBackend(AttentionBackend):
@@ -59,6 +62,8 @@ class TritonBackend(AttentionBackend):
             self.work_lists[spec] = work_lists.setdefault((*kind, together), work_list)
             prefill = PrefillAttention if spec.value_dim is None else LatentPrefill
             self.prefill[spec] = prefill(spec, block_size, rows, device, self._prefill_config(spec))
+        room = copy_room(setup.specs, block_size, rows, setup.max_model_len, setup.dtype, Device.of(device))
+        self.widened = WidenedPages(setup.specs, block_size, rows, device, *room) if fp8 and room[0] else None
         if setup.places > 1:
             logger.info("decode attention: %s", "; ".join(sorted({each.why for each in work_lists.values()})))
         scratch = DecodeScratch.for_specs(self.work_lists, device)
@@ -129,15 +134,24 @@ class TritonBackend(AttentionBackend):
 
     def _prepare_prefill(self, metadata: AttentionMetadata) -> Any:
         n = metadata.num_decode_rows
-        cu_seqlens_q, context_lens = metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
-        kinds = {prefill.config.block_m: prefill for prefill in self.prefill.values()}
-        num_tokens = metadata.num_tokens - n
-        tiles = {block_m: each.list_tiles(cu_seqlens_q, context_lens, num_tokens) for block_m, each in kinds.items()}
-        return PrefillRows(metadata.row_slot[n:], context_lens, cu_seqlens_q, tiles)
+        rows = metadata.row_slot[n:], metadata.cu_seqlens_q[n:], metadata.context_lens[n:]
+        num_tokens, num_blocks, copied = metadata.num_tokens - n, metadata.num_prefill_blocks, None
+        kinds, lens = {prefill.config.block_m: prefill for prefill in self.prefill.values()}, rows[2]
+        if self.widened is not None and self.widened.pays(num_tokens, metadata.num_prefill_rows, num_blocks):
+            copied = self.widened.list_rows(*rows, metadata.block_tables, num_tokens, num_blocks)
+            kinds, lens = ({}, lens) if copied.uncopied is None else (kinds, copied.uncopied)
+        tiles = {block_m: each.list_tiles(rows[1], lens, num_tokens) for block_m, each in kinds.items()}
+        return PrefillRows(*rows, tiles, copied)
 
     def _forward_prefill(self, q: torch.Tensor, cache: KVCache, metadata: AttentionMetadata, out: torch.Tensor,
                          spec: AttentionSpec, sinks: torch.Tensor | None) -> None:
         rows: PrefillRows = metadata.workspace
+        if rows.copied is not None:
+            assert self.widened is not None and cache.scales is not None
+            of_rows = rows.copied, cache.table, rows.cu_seqlens_q, rows.context_lens
+            self.widened(q, cache.k, cache.v, cache.scales, *of_rows, out, spec, sinks)
+            if rows.copied.uncopied is None:
+                return
         prefill, table = self.prefill[spec], metadata.block_tables[cache.table]
         places = table, rows.row_slot, rows.cu_seqlens_q, rows.context_lens, rows.tiles[prefill.config.block_m], out
         if isinstance(prefill, LatentPrefill):
@@ -150,22 +164,26 @@ class TritonBackend(AttentionBackend):
         for rows in self.work_lists[spec].size_classes():
             self._warmup_step(cache, spec, num_decode=rows, num_prefill=0)
         self._warmup_step(cache, spec, num_decode=0, num_prefill=1)
+        if self.widened is not None:
+            self._warmup_step(cache, spec, num_decode=0, num_prefill=1, padding=LEAST_TOKENS)
 
-    def _warmup_step(self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int) -> None:
-        rows = num_decode + num_prefill
+    def _warmup_step(self, cache: KVCache, spec: AttentionSpec, num_decode: int, num_prefill: int,
+                     padding: int = 0) -> None:
+        """padding: tokens behind those of the rows; with some, the step's prompts are as those of an eager one."""
+        rows, tokens = num_decode + num_prefill, num_decode + num_prefill + padding
         integers: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
         max_blocks = -(-self.setup.max_model_len // self.block_size)
         metadata = AttentionMetadata(
             num_rows=rows, num_decode_rows=num_decode, row_slot=torch.zeros(rows, **integers),
             context_lens=torch.ones(rows, **integers), cu_seqlens_q=torch.arange(rows + 1, **integers),
             block_tables=(torch.zeros(self.setup.max_num_seqs, max_blocks, **integers),), max_seqlen_q=1,
-            max_context_len=self.setup.max_model_len, num_tokens=rows)
+            max_context_len=self.setup.max_model_len, num_tokens=tokens, num_prefill_blocks=num_prefill or None)
         # As the layers pass it: a view into the packed query, key and value projections.
         heads = spec.num_heads + 2 * spec.num_kv_heads
         dtype = self.setup.dtype
         q_dtype = torch.float16 if cache.scales is not None and dtype == torch.bfloat16 else dtype
-        qkv = torch.zeros(rows, heads, spec.head_dim, dtype=q_dtype, device=self.device)
-        out = torch.empty(rows, spec.num_heads, spec.out_dim, dtype=dtype, device=self.device)
+        qkv = torch.zeros(tokens, heads, spec.head_dim, dtype=q_dtype, device=self.device)
+        out = torch.empty(tokens, spec.num_heads, spec.out_dim, dtype=dtype, device=self.device)
         sinks = torch.zeros(spec.num_heads, dtype=dtype, device=self.device) if spec.has_sinks else None
         self.prepare(metadata)
         self.forward(qkv[:, : spec.num_heads], replace(cache, table=0), metadata, out, spec, sinks)

@@ -15,12 +15,14 @@ import torch
 
 from nanovllm.attention import check_fp8_cache
 from nanovllm.config import EngineConfig
+from nanovllm.kernels.attention.widened import copy_room
 from nanovllm.kernels.plan.config import FP8
 from nanovllm.kernels.plan.device import CPU, Device
 from nanovllm.kernels.plan.plan import Rules
 from nanovllm.kernels.plan.product import Product
 from nanovllm.kernels.step.state import DeviceState, DraftRows, StepBuffers
 from nanovllm.layers.adapted import AdaptedMatrix, room_for
+from nanovllm.layers.attention import PagedAttention
 from nanovllm.layers.memory import Pages, pages_of
 from nanovllm.layers.weights import CheckpointWeight
 from nanovllm.model_config import DrafterConfig, ModelConfig
@@ -198,8 +200,13 @@ def footprint_of(config: EngineConfig, model: ModelConfig, gpu: Gpu) -> Footprin
     line_bytes, block_bytes = slot_bytes(mixers), layout.token_bytes(kv_dtype) * config.kvcache_block_size
     block_bytes += 4 * config.kvcache_block_size * config.looks_up
     weights = _weights(layers, counts) + (0 if drafter is None else weight_bytes(drafter.checkpoint_weights()))
+    buffers = _buffer_bytes(config, model, layout)
+    if kv_dtype != dtype:
+        specs = [mixer.spec for mixer in mixers if isinstance(mixer, PagedAttention)]
+        sizes = config.kvcache_block_size, config.most_places, config.max_model_len
+        buffers += copy_room(specs, *sizes, dtype, gpu.device)[1]
     footprint = Footprint(
-        config.tensor_parallel_size, weights, _buffer_bytes(config, model, layout), _adapter_bytes(layers, counts), 0,
+        config.tensor_parallel_size, weights, buffers, _adapter_bytes(layers, counts), 0,
         0, 0, config.max_num_seqs, _peer_bytes(config, model, dtype), _library_bytes(config, gpu), reserved,
         token_bytes, layout, block_bytes, config.kvcache_block_size, share,
         f"gpu_memory_utilization={config.gpu_memory_utilization}", config.num_kvcache_blocks,

@@ -77,9 +77,10 @@ class StepWork:
         buffers = self.buffers.narrow(counts.num_rows, counts.num_tokens)
         self._expand(step, buffers, counts.num_decode_rows)
         starts, lengths = row_lengths(packed, self._max_num_seqs)
-        longest = int((starts + lengths).max())
-        attention = self._attention(buffers, counts.num_decode_rows, counts.most_row_tokens, longest)
+        ends = starts + lengths
+        attention = self._attention(buffers, counts.num_decode_rows, counts.most_row_tokens, int(ends.max()))
         attention.token_ends = lengths.cumsum(dtype=np.int64)
+        attention.num_prefill_blocks = int((-(-ends[counts.num_decode_rows :] // self._block_size)).sum())
         has_adapters = packed[ADAPTERS_WORD] > 0
         return self._forward(buffers, attention, counts.num_sample_rows, None, keep_hidden, has_adapters)
 

@@ -13,6 +13,7 @@ from nanovllm.kernels.attention.decode_work_list import WorkList
 from nanovllm.kernels.attention.fixed_order_work_list import FixedOrderWorkList
 from nanovllm.kernels.attention.prefill import PrefillAttention, fixed_order_config, prefill_config
 from nanovllm.kernels.attention.spec import AttentionSpec
+from nanovllm.kernels.attention.widened import WidenedPages, copy_room
 from nanovllm.kernels.latent.decode import LatentDecode, LatentWorkList
 from nanovllm.kernels.latent.prefill import LatentPrefill, latent_prefill_config
 from nanovllm.kernels.latent.store import latent_rope_store
@@ -35,7 +36,8 @@ def compile_attention(
         return torch.empty(shape, dtype=getattr(torch, dtype))
 
     Device.of = lambda _: Device("", divmod(capability, 10))
-    compile_only(most_spilled=256 if capability == 90 else None, capability=capability)
+    names = ("prefill_attention_kernel",) if fp8 else ()
+    compile_only(most_spilled=256 if capability == 90 else None, capability=capability, overlapping=names)
     spec, rows, page, slots = AttentionSpec(*shape), 8, 128, 32
     q = made(rows, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)[:, : spec.num_heads]
     cache, scales = made(4, spec.num_kv_heads, page, spec.head_dim), None
@@ -54,6 +56,11 @@ def compile_attention(
     attention = PrefillAttention(spec, page, slots, CPU, config)
     tiles = attention.list_tiles(zeros(3), zeros(2), rows)
     attention(q, cache, cache, table, zeros(2), zeros(3), zeros(2), tiles, out, sinks, scales, mixed)
+    room = copy_room([spec], page, slots, 4096, q.dtype, Device.of(CPU))
+    if fp8 and room[0]:
+        widened = WidenedPages([spec], page, slots, CPU, *room)
+        of_rows = widened.list_rows(zeros(2), zeros(3), zeros(2), (table,), rows, None)
+        widened(q, cache, cache, scales, of_rows, 0, zeros(3), zeros(2), out, spec, sinks)
     if fp8 or capability != 90 or spec.head_dim > FixedOrderTritonBackend.widest:
         return
     for rows, places in ((1, 1), (16, 1), (32, 1), (48, 1), (64, 1), (16, 4), (64, 4)):

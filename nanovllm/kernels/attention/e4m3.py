@@ -19,13 +19,17 @@ _LEAST_EXPONENT = tl.constexpr(127 + int(math.log2(LEAST_SCALE)))
 @triton.jit
 def load_scales(KV_SCALES, block, kv_head, start, block_stride, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Scales of the keys start .. start + BLOCK_N and of their values, int32 [BLOCK_N], the key's bfloat16 in the lower
-    half. block: one, or one for each token where tiles do not divide pages; its scales lie one after another."""
-    tokens = tl.arange(0, BLOCK_N)
-    of_head = block.to(tl.int64) * block_stride + kv_head * PAGE
-    if PAGE % BLOCK_N == 0:
-        return tl.load(KV_SCALES + (of_head + start % PAGE) + tokens)
+    half; or int64 of packed_scales, of which there may be a tensor descriptor. block: one, or one for each token where
+    tiles do not divide pages; its scales lie one after another."""
+    if KV_SCALES.dtype == tl.int64:
+        return KV_SCALES.load([block.to(tl.int32), kv_head, start % PAGE]).reshape(BLOCK_N)
     else:
-        return tl.load(KV_SCALES + of_head + (start + tokens) % PAGE)
+        tokens = tl.arange(0, BLOCK_N)
+        of_head = block.to(tl.int64) * block_stride + kv_head * PAGE
+        if PAGE % BLOCK_N == 0:
+            return tl.load(KV_SCALES + (of_head + start % PAGE) + tokens)
+        else:
+            return tl.load(KV_SCALES + of_head + (start + tokens) % PAGE)
 
 
 @triton.jit
@@ -42,6 +46,31 @@ def value_scales(scales):
     inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     remainder = ((scales & 0x7F0000) | 0x3F800000).to(tl.float32, bitcast=True)
     return (exponent - 127).to(tl.float32), inverse, remainder
+
+
+@triton.jit
+def packed_scales(scales, scale_log2):
+    """The scales of load_scales as prefill attention of copies (widened.py) takes them, int64: scale_log2 times the
+    key's in the lower half, above it e in bfloat16 and 2 ** -e with r's mantissa."""
+    exponent, inverse, _ = value_scales(scales)
+    of_value = inverse.to(tl.int32, bitcast=True) | (scales & 0x7F0000)
+    of_value |= exponent.to(tl.int32, bitcast=True) >> 16 & 0xFFFF
+    of_key = (key_scales(scales) * scale_log2).to(tl.uint32, bitcast=True)
+    return of_value.to(tl.int64) << 32 | of_key.to(tl.int64)
+
+
+@triton.jit
+def split_scales(scales, scale_log2):
+    """scale_log2 times the keys' scales, and value_scales, of scales of either kind."""
+    if scales.dtype == tl.int64:
+        of_value = (scales >> 32).to(tl.int32)
+        exponent = (of_value << 16).to(tl.float32, bitcast=True)
+        inverse = (of_value & 0x7F800000).to(tl.float32, bitcast=True)
+        remainder = (of_value & 0x7F0000 | 0x3F800000).to(tl.float32, bitcast=True)
+        return scales.to(tl.int32).to(tl.float32, bitcast=True), exponent, inverse, remainder
+    else:
+        exponent, inverse, remainder = value_scales(scales)
+        return key_scales(scales) * scale_log2, exponent, inverse, remainder
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.kernels.attention.e4m3 import key_scales, load_scales, value_scales
+from nanovllm.kernels.attention.e4m3 import load_scales, split_scales
 from nanovllm.kernels.attention.fixed_order import attend_in_order, empty, ends_chunk, fold, tile_keys
 from nanovllm.kernels.attention.pages import keys_within, load_tile, look_up
 from nanovllm.kernels.attention.query_tiles import causal_mask, key_ranges, load_queries
@@ -121,8 +121,8 @@ def _attend(q, k, v, state, KV_SCALES, block, kv_head, start, known, position, s
         scales = load_scales(KV_SCALES, block, kv_head, start, scale_stride, PAGE, BLOCK_N)
         if MIXED:
             scales = tl.where(known, scales, 0)
-        exponent, inverse, remainder = value_scales(scales)
-        scores *= (key_scales(scales) * scale_log2)[None, :]
+        of_key, exponent, inverse, remainder = split_scales(scales, scale_log2)
+        scores *= of_key[None, :]
         scale_log2 = 1.0
     if CAP is not None:
         scores = soft_cap(scores * scale_log2, CAP)
@@ -169,7 +169,8 @@ def prefill_attention_kernel(Q, K, V, KV_SCALES, SINKS, OUT, TABLE, ROW_SLOT, CU
                              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAP: tl.constexpr, WINDOWED: tl.constexpr,
                              TMA: tl.constexpr, FIXED: tl.constexpr, MIXED: tl.constexpr = False):
     """attention_reference of Q [T, HQ, D] into OUT of this shape. K, V [blocks, HQ / G, PAGE, D], tensor descriptors
-    with TMA; KV_SCALES int32 [blocks, HQ / G, PAGE], a key's and a value's bfloat16, where they are e4m3, else None;
+    with TMA; KV_SCALES int32 [blocks, HQ / G, PAGE], a key's and a value's bfloat16, where they are e4m3, int64 of
+    packed_scales where they are copies of such, else None;
     SINKS [HQ] or None; TABLE int32 [slots, table_stride]; ROW_SLOT, CONTEXT_LENS int32 [rows], CU_SEQLENS int32 [rows +
     1]; TILES of list_tiles_kernel. A program computes one tile of queries of one head; the heads of a tile run side
     by side, so that those which share keys find them in the L2 cache. CAP: the soft-cap in units of log2, or None.
@@ -238,17 +239,21 @@ class PrefillAttention:
                  row_slot: torch.Tensor, cu_seqlens_q: torch.Tensor, context_lens: torch.Tensor, tiles: torch.Tensor,
                  out: torch.Tensor, sinks: torch.Tensor | None = None,
                  kv_scales: torch.Tensor | None = None, mixed: bool = False) -> torch.Tensor:
-        """q and out [T, Hq, D], tokens numbered as in cu_seqlens_q. mixed: see KVCache."""
+        """q and out [T, Hq, D], tokens numbered as in cu_seqlens_q. kv_scales: KVCache's, or packed ones. mixed: see
+        KVCache."""
         c, spec = self.config, self.spec
         k = paged_descriptor(k_cache, c.block_n) if self.use_tma else k_cache
         v = paged_descriptor(v_cache, c.block_n) if self.use_tma and not mixed else v_cache
-        scales = None if kv_scales is None else kv_scales.view(torch.int32)
+        scales = kv_scales.view(torch.int32) if kv_scales is not None and kv_scales.itemsize == 2 else kv_scales
+        scale_stride = None if scales is None else scales.stride(0)
+        if scales is not None and scales.dtype == torch.int64 and self.use_tma:
+            scales = paged_descriptor(scales, c.block_n)
         prefill_attention_kernel[(tiles.shape[0] * spec.num_heads,)](
             q, k, v, scales, sinks, out, block_table, row_slot, cu_seqlens_q, context_lens, tiles, spec.scale * LOG2_E,
             spec.window or 0, q.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3],
-            None if scales is None else scales.stride(0), block_table.stride(0), out.stride()[:2], HQ=spec.num_heads,
-            G=spec.group_size, D=spec.head_dim, PAGE=self.block_size,
-            BLOCK_M=c.block_m, BLOCK_N=c.block_n, CAP=spec.softcap and spec.softcap * LOG2_E,
+            scale_stride, block_table.stride(0), out.stride()[:2], HQ=spec.num_heads, G=spec.group_size,
+            D=spec.head_dim, PAGE=self.block_size, BLOCK_M=c.block_m, BLOCK_N=c.block_n,
+            CAP=spec.softcap and spec.softcap * LOG2_E,
             WINDOWED=spec.window is not None, TMA=self.use_tma, FIXED=c.fixed_order, MIXED=mixed, num_warps=c.num_warps,
             num_stages=c.num_stages, enable_fp_fusion=not c.fixed_order)
         return out

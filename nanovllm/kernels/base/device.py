@@ -37,10 +37,10 @@ def ordinary_launch() -> Iterator[None]:
 
 def paged_descriptor(cache: torch.Tensor, block_n: int) -> Any:
     """A tensor descriptor over cache [num_blocks, num_kv_heads, block_size, head_dim], one layer's paged keys or
-    values: it loads block_n tokens of one head."""
+    values, or [num_blocks, num_kv_heads, block_size]: it loads block_n tokens of one head."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, block_n, cache.shape[-1]])
+    return TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, 1, block_n, *cache.shape[3:]])
 
 
 @triton.jit
