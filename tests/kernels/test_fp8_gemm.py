@@ -15,9 +15,11 @@ from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import FP8, quantize_rows_reference
 from nanovllm.kernels.gemm import stream
 from nanovllm.kernels.moe import experts as grouped
+from nanovllm.kernels.moe import few_streamed
 from nanovllm.kernels.moe.routing import TopK, route_reference
 from nanovllm.kernels.plan.config import GemmConfig, streaming
 from nanovllm.kernels.plan.device import Device
+from nanovllm.kernels.plan.fits import rounds_inside
 from nanovllm.kernels.pointwise import norm
 from nanovllm.kernels.pointwise.activation import activation
 
@@ -198,12 +200,25 @@ def test_products_of_experts(block_m: int) -> None:
         assert_close(want[choices % 2, choices // 2], exactly)
 
 
-def test_experts_of_a_few_tokens() -> None:
-    """As the kernels for many tokens: tokens that choose alike and not, by the definition in float64."""
+@pytest.mark.parametrize("inside", [True, False])
+def test_experts_of_a_few_tokens(inside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels for many tokens: tokens that choose alike and not, by the definition in float64. Where rows are
+    long a kernel of its own rounds them."""
     rows, hidden, width, experts = 2, 144, 128, 3
     up, down = expert_weights(experts, 2 * width, hidden, 32, True), expert_weights(experts, hidden, width, 16, True)
     residual, gain = inputs(rows, hidden) / 50, torch.rand(hidden, device=DEVICE) + 0.5
     logits = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    alone = []
+
+    def rounded(x: torch.Tensor) -> FP8Rows:
+        alone.append(x.shape[1])
+        if DEVICE == "cuda":
+            return quantize_rows(x)
+        values, scales, _ = quantize_rows_reference(x)  # the interpreter does not round to e4m3 as a GPU does
+        return FP8Rows(values, scales.t().contiguous().t(), x.dtype)
+
+    monkeypatch.setattr(few_streamed, "quantize_rows", rounded)
+    monkeypatch.setattr(few_streamed, "rounds_inside", lambda *args: inside and rounds_inside(*args))
     routing = route_reference(logits[None, :, :experts], TopK(experts, 2), 16)
     config = GemmConfig("tile", 64, 16, 128, 2)
     x = norm.norm_reference(residual, norm.Norm(gain, 1e-6))
@@ -214,6 +229,7 @@ def test_experts_of_a_few_tokens() -> None:
         assert (got - want).norm() < 0.1 * (want - residual).norm()
     else:
         assert_close(got, want.double())
+    assert alone == ([] if inside else [2 * width])
 
 
 def test_norm_and_activation_round_what_they_make() -> None:

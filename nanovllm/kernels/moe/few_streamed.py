@@ -3,7 +3,7 @@ expert's weights by itself, as gemm/stream.py does. A program of `down` takes th
 long row. The router and packed experts may have biases.
 
 In FP8 by the products of fp8/reference.py: both kernels round what they take, the first once it is normalised. That
-every program of `down` rounds all of h takes less time than a kernel more.
+every program of `down` rounds all of h takes less time than a kernel more, if that is not too much.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from nanovllm.kernels.base.activations import gate_mul, relu_squared
 from nanovllm.kernels.base.device import start_early
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Weight
+from nanovllm.kernels.fp8.quantize import quantize_rows
 from nanovllm.kernels.fp8.reference import GROUP
 from nanovllm.kernels.gemm.packed import PackedWeight
 from nanovllm.kernels.gemm.packed_operands import load_blocks
@@ -50,6 +51,7 @@ from nanovllm.kernels.moe.choice import (
 )
 from nanovllm.kernels.moe.experts import ExpertActivation
 from nanovllm.kernels.plan.config import GemmConfig
+from nanovllm.kernels.plan.fits import rounds_inside
 from nanovllm.kernels.pointwise.norm import Norm
 
 
@@ -194,9 +196,9 @@ def _load_step(W, PACKED, numbers, steps, first, n_out, step, GROUPS: tl.constex
 
 
 @triton.jit
-def _load_h(H, part, TOP_K: tl.constexpr, GROUPS: tl.constexpr, walk):
-    """Part of a row of h [TOP_K, K], as add_step takes it, for weights in e4m3 rounded: its rows, of GROUPS groups
-    each, are one after the other."""
+def _load_h(H, H_SCALE, part, scale_stride, TOP_K: tl.constexpr, GROUPS: tl.constexpr, walk):
+    """Part of a row of h [TOP_K, K], as add_step takes it, for weights in e4m3 rounded, here unless it has scales: its
+    rows, of GROUPS groups each, are one after the other."""
     if is_packed(walk.code):
         warp = tl.arange(0, walk.warps)[None, :, None]
         block, found = steps_of(part * 8, walk)[:, None, None] * walk.warps + warp, ()
@@ -207,21 +209,22 @@ def _load_h(H, part, TOP_K: tl.constexpr, GROUPS: tl.constexpr, walk):
         return right(found)
     else:
         long: tl.constexpr = Walk(walk.code, 0, False, walk.ptx, TOP_K * walk.k, True, walk.warps, 1, 1)
-        return part_of_x(H, None, (), 1.0, part, 0, long, None)
+        return part_of_x(H, H_SCALE, (), 1.0, part, scale_stride, long, None)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _down_kernel(
-    H, W, PACKED, SCALE, BIAS, LOGITS, ROUTER_BIAS, CORRECTION, FACTORS, SHARED, OUT, n_out, groups, scale_rows,
+    H, H_SCALE, W, PACKED, SCALE, BIAS, LOGITS, ROUTER_BIAS, CORRECTION, FACTORS, SHARED, OUT, scale_stride, n_out,
+    groups, scale_rows,
     K: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr,
     SIGMOID: tl.constexpr, LOGITS_SCALE: tl.constexpr, BLOCK_K: tl.constexpr, RENORMALISE: tl.constexpr,
     SCALING: tl.constexpr, ADDS: tl.constexpr, SHARED_GATE: tl.constexpr, STEPS: tl.constexpr, PRELOAD: tl.constexpr,
     ROWS_EACH: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of 16 columns, tokens). H [tokens, TOP_K, K], by weights in e4m3 K of whole groups; OUT [tokens,
-    n_out], with ADDS added to; SHARED, or None: see load_shared. Weights, SCALE and BIAS as those of
-    _gate_up_kernel."""
+    """Grid (tiles of 16 columns, tokens). H [tokens, TOP_K, K], by weights in e4m3 K of whole groups, in e4m3 where there
+    is an H_SCALE [groups of all, scale_stride]; OUT [tokens, n_out], with ADDS added to; SHARED, or None: see
+    load_shared. Weights, SCALE and BIAS as those of _gate_up_kernel."""
     how: tl.constexpr = Choosing(WIDTH, EXPERTS, BLOCK, TOP_K, WARPS, SIGMOID, LOGITS_SCALE)
     walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, True, WARPS)  # of e4m3 groups are whole
     GROUPS: tl.constexpr = (K + 127) // 128
@@ -250,9 +253,10 @@ def _down_kernel(
         residual = tl.load(out, mask=col < n_out, other=0.0)
     if SHARED is not None:
         shared = load_shared(SHARED, col, col < n_out, LOGITS, row, n_out, SHARED_GATE, how)
+    h_scale = None if H_SCALE is None else H_SCALE + row
     loaded = ()
     for part in tl.static_range((STEPS + 7) // 8):
-        loaded = loaded + (_load_h(H + row * (TOP_K * K), part, TOP_K, GROUPS, walk),)
+        loaded = loaded + (_load_h(H + row * (TOP_K * K), h_scale, part, scale_stride, TOP_K, GROUPS, walk),)
     for step in tl.static_range(STEPS):
         x = loaded[step // 8]  # type: ignore[var-annotated]
         if is_packed(CODE):
@@ -299,9 +303,13 @@ def down(
     rows, hidden, options, operands = h.shape[0], weight.shape[1], chosen.options, operands_of(weight)
     constants = _constants(operands, weight.shape, config, chosen, options.top_k, h)
     out = h.new_empty(rows, hidden) if residual is None else residual
+    h_scale = stride = None
+    if isinstance(weight, FP8Weight) and not rounds_inside(1, h[0].numel(), False):
+        h, h_scale, _ = quantize_rows(h.flatten(1))
+        stride = h_scale.stride(1)
     _down_kernel[(triton.cdiv(hidden, 16), rows)](
-        h, *operands[:3], bias, chosen.logits, chosen.bias, chosen.correction, chosen.factors, shared, out, hidden,
-        operands.groups, operands.scale_rows, BLOCK_K=triton.next_power_of_2(options.top_k),
+        h, h_scale, *operands[:3], bias, chosen.logits, chosen.bias, chosen.correction, chosen.factors, shared, out,
+        stride, hidden, operands.groups, operands.scale_rows, BLOCK_K=triton.next_power_of_2(options.top_k),
         RENORMALISE=options.renormalise, SCALING=options.scale, ADDS=residual is not None, SHARED_GATE=shared_gate,
         **constants,
     )  # fmt: skip
