@@ -222,8 +222,8 @@ def _down_kernel(
     ROWS_EACH: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PTX: tl.constexpr,
     PDL: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of 16 columns, tokens). H [tokens, TOP_K, K], by weights in e4m3 K of whole groups, in e4m3 where there
-    is an H_SCALE [groups of all, scale_stride]; OUT [tokens, n_out], with ADDS added to; SHARED, or None: see
+    """Grid (tiles of 16 columns, tokens). H [tokens, TOP_K, K], by weights in e4m3 K of whole groups, itself in e4m3
+    where it has an H_SCALE [groups of all, scale_stride]; OUT [tokens, n_out], with ADDS added to; SHARED, or None: see
     load_shared. Weights, SCALE and BIAS as those of _gate_up_kernel."""
     how: tl.constexpr = Choosing(WIDTH, EXPERTS, BLOCK, TOP_K, WARPS, SIGMOID, LOGITS_SCALE)
     walk: tl.constexpr = Walk(CODE, GROUP, HAS_ZEROS, PTX, K, True, WARPS)  # of e4m3 groups are whole
