@@ -63,6 +63,10 @@ class Quantization:
     """Groups of int4 weights have zeros of their own."""
 
 
+FP8_WHILE_LOADING = Quantization("fp8", "block", while_loading=True)
+"""Format of what an option rounds to e4m3 by itself, beside weights of any."""
+
+
 class LatentSizes(NamedTuple):
     """Options of layers with latent attention (layers/latent.py), whose LayerSpec.head_dim is the width of the rotated
     part of queries and keys."""

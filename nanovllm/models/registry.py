@@ -12,7 +12,7 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.errors import refuse
-from nanovllm.model_config import ModelConfig, Quantization
+from nanovllm.model_config import FP8_WHILE_LOADING, ModelConfig, Quantization
 from nanovllm.models import families
 from nanovllm.models.config_reader import CHANGES_RESULT, ConfigReader, check_overrides
 from nanovllm.models.family import Family
@@ -179,7 +179,7 @@ def _head_precision(found: ModelConfig) -> Quantization:
         refuse("lm_head_dtype", "fp8", "'auto' where transformers computes the model (model_impl)")
     if found.tie_word_embeddings:
         refuse("lm_head_dtype", "fp8", f"'auto' for {found.architecture}, whose head is the embedding's weight")
-    return Quantization("fp8", scales="block", while_loading=True)
+    return FP8_WHILE_LOADING
 
 
 def _is_for_transformers(raw: dict[str, Any], config: EngineConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.activations import silu
@@ -11,6 +12,8 @@ from nanovllm.kernels.plan.fits import why_not
 
 # Columns that a warp covers with one load of 16 bytes a lane, of 16-bit numbers; a step has a whole number of them.
 LANE_SPAN: tl.constexpr = tl.constexpr(256)
+TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+"""Types of results, for kernels that store them rounded further."""
 
 
 @triton.jit

@@ -6,7 +6,6 @@ of x at a time each, so that tensor cores work for one group while the other add
 tile are made while the one before is stored, and of a program's first tile, its weights before earlier kernels end.
 """
 
-import torch
 from torch import Tensor
 
 from nanovllm.kernels.base.activations import silu_mul
@@ -16,6 +15,7 @@ from nanovllm.kernels.base.triton_import import gl, gluon, mbarrier, tl, tma, tr
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight
 from nanovllm.kernels.fp8.quantize import empty_rows_for, group_scales, rounded
 from nanovllm.kernels.fp8.reference import GROUP
+from nanovllm.kernels.gemm.epilogue import TRITON_DTYPES
 from nanovllm.kernels.plan.config import GemmConfig
 from nanovllm.kernels.plan.device import Device
 
@@ -256,9 +256,6 @@ def roles_kernel(
         )  # fmt: skip
 
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
 def linear(x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = False) -> Tensor | FP8Rows:
     """x [T, K] @ weight^T -> [T, N] in the dtype that x was rounded from; with config.parts > 1 float32 [parts, T, N].
     gated: gates are the first N / 2 columns, and the result is silu(gate) * up, [T, N / 2], rounded to e4m3."""
@@ -282,7 +279,7 @@ def linear(x: FP8Rows, weight: FP8Weight, config: GemmConfig, *, gated: bool = F
         weight.scale, out, activated and activated.scales, rows, stride, activated.scales.stride(1) if activated else 0,
         n_out, weight.scale.shape[1], tiles_m, tiles_n, config.split_k, groups, STAGES=config.stages,
         GROUPS=config.num_warps // 4, ROWS_EACH=weight.rows_each, IN_BLOCKS=weight.in_blocks, PARTS=config.parts > 1,
-        DTYPE=_DTYPES[x.dtype], IN_PAIRS=groups % (2 * config.split_k) == 0, num_warps=4,
+        DTYPE=TRITON_DTYPES[x.dtype], IN_PAIRS=groups % (2 * config.split_k) == 0, num_warps=4,
         maxnreg=128 if config.num_warps == 4 else None, **pdl_options(device),
     )  # fmt: skip
     return out if activated is None else activated

@@ -24,15 +24,13 @@ from nanovllm.kernels.base.padded_rows import empty_product, rows_in_memory
 from nanovllm.kernels.base.triton_import import tl, triton
 from nanovllm.kernels.fp8.operands import FP8Rows, FP8Weight, values_of
 from nanovllm.kernels.fp8.reference import GROUP
-from nanovllm.kernels.gemm.epilogue import add_delta
+from nanovllm.kernels.gemm.epilogue import TRITON_DTYPES, add_delta
 from nanovllm.kernels.gemm.expand import Shrunk, first_b, slots_of, tile_deltas
 from nanovllm.kernels.gemm.tile_store import store_by_choice, store_sums
 from nanovllm.kernels.plan.config import GemmConfig
 
 PREFETCH_BYTES = 64 << 10
 """Bytes of a program's weights to bring into L2 before it may start: about what its pipeline asks for first."""
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
 
 @triton.jit
 def _enter_part(
@@ -344,8 +342,8 @@ def launch(
         out_scales, out_stride, dtype = rounded_to.scales, rounded_to.scales.stride(1), rounded_to.dtype
     tile_kernel[grid](
         x, x_scale, described, of_rows, scale, bias, delta, adapter and adapter.operands, *routing, out, out_scales,
-        rows, stride, out_stride, n_out, k, groups, scale_rows, DTYPE=_DTYPES[dtype], TOP_K=top_k, ALPHA=activation[0],
-        LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        rows, stride, out_stride, n_out, k, groups, scale_rows, DTYPE=TRITON_DTYPES[dtype], TOP_K=top_k,
+        ALPHA=activation[0], LIMIT=activation[1], BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_K=config.block_k if scale is None or top_k == 0 else span, SPAN=span, STAGES=config.stages,
         EVEN_K=k % span == 0, TMA=tma, PAIRED=constants["GATED"] and values.shape[-2] == 2 * n_out,
         num_warps=config.num_warps, **constants,

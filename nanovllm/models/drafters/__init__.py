@@ -17,7 +17,7 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.config import EngineConfig
 from nanovllm.layers.context import ModelContext
 from nanovllm.layers.weights import TensorSource
-from nanovllm.model_config import ModelConfig, Quantization
+from nanovllm.model_config import FP8_WHILE_LOADING, ModelConfig
 from nanovllm.models.checkpoint import check_names, load_checkpoint, load_dummy, open_checkpoint
 from nanovllm.models.drafters.shared import Drafter, ModelDrafter
 from nanovllm.models.files import check_configuration, check_weights, read_json
@@ -59,9 +59,8 @@ def with_drafter(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 def _rounded(model: ModelConfig) -> ModelConfig:
     """A model that drafts, with layers and a head of its own in FP8."""
-    how = Quantization("fp8", "block", while_loading=True)
-    layers = tuple(replace(spec, quantization=how) for spec in model.layers)
-    return replace(model, layers=layers, head_precision=how)
+    layers = tuple(replace(spec, quantization=FP8_WHILE_LOADING) for spec in model.layers)
+    return replace(model, layers=layers, head_precision=FP8_WHILE_LOADING)
 
 
 def build(config: EngineConfig, context: ModelContext, target: Any) -> Drafter:
